@@ -1,0 +1,73 @@
+"""An asyncio LLM engine that shows every step it takes.
+
+The public names are loaded on first use, so that `import aioengine` costs nothing and the parts that need no torch
+never import it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from aioengine.config import EngineConfig
+    from aioengine.core.scheduler_output import SchedulerOutput
+    from aioengine.engine.async_engine import AsyncEngine
+    from aioengine.errors import (
+        AioEngineError,
+        ConfigError,
+        EngineDeadError,
+        EngineOverloadedError,
+        InvalidRequestError,
+        ModelError,
+    )
+    from aioengine.events.step_event import StepEvent, StepResultEvent
+    from aioengine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from aioengine.sampling_params import SamplingParams
+
+_MODULES = {
+    "AioEngineError": "aioengine.errors",
+    "AsyncEngine": "aioengine.engine.async_engine",
+    "CompletionOutput": "aioengine.outputs",
+    "ConfigError": "aioengine.errors",
+    "EngineConfig": "aioengine.config",
+    "EngineDeadError": "aioengine.errors",
+    "EngineOverloadedError": "aioengine.errors",
+    "InvalidRequestError": "aioengine.errors",
+    "ModelError": "aioengine.errors",
+    "RequestMetrics": "aioengine.outputs",
+    "RequestOutput": "aioengine.outputs",
+    "SamplingParams": "aioengine.sampling_params",
+    "SchedulerOutput": "aioengine.core.scheduler_output",
+    "StepEvent": "aioengine.events.step_event",
+    "StepResultEvent": "aioengine.events.step_event",
+}
+
+__all__ = [
+    "AioEngineError",
+    "AsyncEngine",
+    "CompletionOutput",
+    "ConfigError",
+    "EngineConfig",
+    "EngineDeadError",
+    "EngineOverloadedError",
+    "InvalidRequestError",
+    "ModelError",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "SchedulerOutput",
+    "StepEvent",
+    "StepResultEvent",
+]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'aioengine' has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_MODULES])

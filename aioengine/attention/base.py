@@ -1,0 +1,92 @@
+"""What an attention backend is: a way to write this step's keys and values into paged memory and attend over them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+IntArray = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionConfig:
+    """The shapes that every attention layer of a model shares."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+    kv_cache_dtype: torch.dtype
+    sliding_window: int | None = None  # a query sees the last `sliding_window` positions, its own included
+    logits_soft_cap: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """One ragged step as every backend needs it: request i owns the query rows query_start_loc[i] : query_start_loc[i+1].
+
+    `seq_lens[i]` counts the cached positions *including* this step's own tokens, so the query rows of request i stand at
+    positions seq_lens[i] - query_len .. seq_lens[i] - 1. Arrays ending in `_np` are the host's mirrors.
+    """
+
+    num_reqs: int
+    num_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    query_start_loc: torch.Tensor  # [num_reqs + 1] int32
+    query_start_loc_np: IntArray  # [num_reqs + 1]
+    seq_lens: torch.Tensor  # [num_reqs] int32
+    seq_lens_np: IntArray  # [num_reqs]
+    block_table: torch.Tensor  # [num_reqs, max_num_blocks_per_req] int32; entries past a request's blocks are undefined
+    slot_mapping: torch.Tensor  # [num_tokens] int64: block_id * block_size + offset of each new token
+
+
+class AttentionBackend(ABC):
+    """Stateless apart from its configuration; the KV cache and the step's metadata are arguments."""
+
+    name: ClassVar[str]
+    needs_zeroed_blocks: ClassVar[bool] = False  # may read slots that no token was written to
+
+    def __init__(self, config: AttentionConfig) -> None:
+        self.config = config
+
+    @classmethod
+    @abstractmethod
+    def supports(cls, config: AttentionConfig, device: torch.device) -> str | None:
+        """None if this backend can serve the configuration, else why not."""
+
+    @abstractmethod
+    def allocate_kv_cache(self, num_blocks: int, device: torch.device) -> torch.Tensor:
+        """The paged cache of one layer, in this backend's layout. Every slot holds finite values."""
+
+    @abstractmethod
+    def kv_cache_bytes_per_block(self) -> int:
+        """Bytes that one block takes in one layer."""
+
+    @abstractmethod
+    def build_metadata(self, batch: AttentionBatch) -> Any:
+        """Whatever `forward` needs, computed once a step and shared by all layers."""
+
+    @abstractmethod
+    def forward(
+        self,
+        query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+        key: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
+        value: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
+        *,
+        kv_cache: torch.Tensor,
+        metadata: Any,
+        scale: float,
+    ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
+        """Write key and value of all tokens to the cache, then attend. In that order: requests of one step may share
+        blocks that this very step fills."""
+
+    @abstractmethod
+    def zero_blocks(self, kv_cache: torch.Tensor, block_ids: list[int]) -> None:
+        """Clear blocks of one layer's cache."""

@@ -1,0 +1,252 @@
+"""Settings: what the user may say (`EngineConfig`), and what follows from it (`ResolvedConfig`).
+
+Resolve, then construct: `EngineConfig.resolve()` decides every "auto" once, from the model's facts. What is only known
+later (the number of KV blocks) is an argument to whoever needs it and never written back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from aioengine.errors import ConfigError
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+DeviceType = Literal["cpu", "cuda"]
+SchedulingPolicy = Literal["fcfs", "priority"]
+
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+_DEVICES = ("auto", "cpu", "cuda")
+_POLICIES = ("fcfs", "priority")
+_DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
+# A chunk of this size keeps one step of a 135M model under a second on two cores, so that others keep streaming.
+_DEFAULT_MAX_NUM_BATCHED_TOKENS_CPU = 512
+_DEFAULT_CPU_KV_CACHE_BYTES = 1 << 30
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """The facts of a model that settings are resolved against. Read from its files, never guessed."""
+
+    name: str
+    path: str
+    architecture: str
+    vocab_size: int
+    max_position_embeddings: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str  # of the weights as stored or dequantized: float32, bfloat16, float16
+    eos_token_ids: frozenset[int]
+    bos_token_id: int | None = None
+    sliding_window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0  # 0: no limit on one request's share of a step
+    policy: SchedulingPolicy = "fcfs"
+    async_scheduling: bool = True
+
+    @property
+    def max_concurrent_batches(self) -> int:
+        """Steps in flight at once: two overlap the host's work with the device's."""
+        return 2 if self.async_scheduling else 1
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    block_size: int
+    enable_prefix_caching: bool = True
+    prefix_caching_seed: str | None = None  # None: a random one a process, so that hashes cannot be predicted
+    num_kv_cache_blocks: int | None = None  # None: as many as the memory below allows
+    kv_cache_memory_bytes: int = _DEFAULT_CPU_KV_CACHE_BYTES
+    gpu_memory_utilization: float = 0.9
+    zero_new_blocks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    device: DeviceType
+    dtype: str
+    attention_backend: str = "auto"
+    enforce_eager: bool = False
+    num_threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedConfig:
+    """Every setting decided. Each part goes to whom it concerns."""
+
+    model: ModelInfo
+    scheduler: SchedulerConfig
+    cache: CacheConfig
+    worker: WorkerConfig
+    seed: int | None
+    check_invariants: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """The settings of an engine; the names are vLLM's where vLLM has them. `None` and "auto" mean: decide for me.
+
+    model: a built-in alias ("smollm2"), a local folder, a `.gguf` file, or a Hugging Face repository id.
+    tokenizer: a folder or repository to take the tokenizer from, when it is not the model's own.
+    dtype: of weights and activations. auto: float32 on CPU, the checkpoint's own on CUDA.
+    device: auto takes CUDA if there is one.
+    max_model_len: prompt and output together, in tokens. auto: the model's own limit.
+    max_num_seqs: requests that run at once. max_num_batched_tokens: tokens of one step.
+    enable_chunked_prefill: split prompts that do not fit into a step's budget.
+    long_prefill_token_threshold: no request takes more tokens of one step than this; 0: no limit.
+    scheduling_policy: "fcfs", or "priority" (a lower number first, then by arrival).
+    async_scheduling: schedule the next step while the current one runs. False: one step at a time, same tokens.
+    block_size: tokens a KV block. num_kv_cache_blocks: how many, the null block included; auto: from memory.
+    kv_cache_memory_bytes: most memory the KV cache may take on CPU (auto: 1 GiB, or half of what is free if less).
+    gpu_memory_utilization: share of the GPU's memory for weights, activations and KV cache together.
+    enable_prefix_caching: reuse the KV blocks of equal prompt prefixes. prefix_caching_seed: fixes the block hashes.
+    zero_new_blocks: clear KV blocks before use even if the attention backend does not need it.
+    attention_backend: a registered backend's name; auto takes the first that fits.
+    enforce_eager: no CUDA graphs. num_threads: CPU threads of the model; auto: all cores.
+    seed: where requests without a seed get theirs from; None: the operating system.
+    check_invariants: check the scheduler's books after every call (slow). auto: if AIOENGINE_CHECK=1.
+    """
+
+    model: str = "smollm2"
+    tokenizer: str | None = None
+    dtype: Dtype = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int | None = None
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    async_scheduling: bool = True
+    block_size: int = 16
+    num_kv_cache_blocks: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+    prefix_caching_seed: str | None = None
+    zero_new_blocks: bool = False
+    attention_backend: str = "auto"
+    enforce_eager: bool = False
+    num_threads: int | None = None
+    seed: int | None = None
+    check_invariants: bool | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, _DTYPES)
+        _one_of("device", self.device, _DEVICES)
+        _one_of("scheduling_policy", self.scheduling_policy, _POLICIES)
+        for name in ("max_num_seqs", "block_size"):
+            _at_least(name, getattr(self, name), 1)
+        _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
+        for name, least in (
+            ("max_model_len", 2),  # one token in, one token out
+            ("max_num_batched_tokens", 1),
+            ("num_kv_cache_blocks", 2),  # the null block and one more
+            ("kv_cache_memory_bytes", 1),
+            ("num_threads", 1),
+            ("seed", 0),
+        ):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), least)
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}")
+
+    @classmethod
+    def from_options(cls, model: str | EngineConfig, options: dict[str, Any]) -> EngineConfig:
+        """`AsyncEngine("name", max_num_seqs=8)`: build a config, or change one. Unknown options raise ConfigError."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        unknown = sorted(set(options) - known)
+        if unknown:
+            raise ConfigError(f"unknown engine option {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+        if isinstance(model, EngineConfig):
+            return dataclasses.replace(model, **options)
+        return cls(**{**options, "model": model})
+
+    def resolve(self, model: ModelInfo, *, cuda_available: bool, free_memory_bytes: int) -> ResolvedConfig:
+        """Decide every "auto" for `model` on this machine.
+
+        Raises ConfigError where settings contradict each other or the model.
+        """
+        device: DeviceType = ("cuda" if cuda_available else "cpu") if self.device == "auto" else self.device
+        if device == "cuda" and not cuda_available:
+            raise ConfigError('device="cuda" was asked for, but PyTorch finds no CUDA device')
+        return ResolvedConfig(
+            model=model,
+            scheduler=self._resolve_scheduler(model, device),
+            cache=CacheConfig(
+                block_size=self.block_size,
+                enable_prefix_caching=self.enable_prefix_caching,
+                prefix_caching_seed=self.prefix_caching_seed,
+                num_kv_cache_blocks=self.num_kv_cache_blocks,
+                kv_cache_memory_bytes=self.kv_cache_memory_bytes or min(_DEFAULT_CPU_KV_CACHE_BYTES, free_memory_bytes // 2),
+                gpu_memory_utilization=self.gpu_memory_utilization,
+                zero_new_blocks=self.zero_new_blocks,
+            ),
+            worker=WorkerConfig(
+                device=device,
+                dtype=self._resolve_dtype(model, device),
+                attention_backend=self.attention_backend,
+                enforce_eager=self.enforce_eager,
+                num_threads=self.num_threads,
+            ),
+            seed=self.seed,
+            check_invariants=os.environ.get("AIOENGINE_CHECK") == "1" if self.check_invariants is None else self.check_invariants,
+        )
+
+    def _resolve_dtype(self, model: ModelInfo, device: DeviceType) -> str:
+        if self.dtype != "auto":
+            return self.dtype
+        return "float32" if device == "cpu" else model.dtype
+
+    def _resolve_scheduler(self, model: ModelInfo, device: DeviceType) -> SchedulerConfig:
+        limit = model.max_position_embeddings
+        max_model_len = limit if self.max_model_len is None else self.max_model_len
+        if max_model_len > limit:
+            raise ConfigError(f"max_model_len {max_model_len} exceeds the {limit} positions of {model.name}")
+        default = _DEFAULT_MAX_NUM_BATCHED_TOKENS if device == "cuda" else _DEFAULT_MAX_NUM_BATCHED_TOKENS_CPU
+        budget = self.max_num_batched_tokens
+        if budget is None:
+            budget = max(default, self.max_num_seqs)
+            if not self.enable_chunked_prefill:
+                budget = max(budget, max_model_len)
+        if budget < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({budget}) must be at least max_num_seqs ({self.max_num_seqs}): "
+                "each running request takes a token a step"
+            )
+        if not self.enable_chunked_prefill and budget < max_model_len:
+            raise ConfigError(
+                f"without chunked prefill max_num_batched_tokens ({budget}) must be at least max_model_len ({max_model_len}), "
+                "or long prompts could never run"
+            )
+        return SchedulerConfig(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=max_model_len,
+            enable_chunked_prefill=self.enable_chunked_prefill,
+            long_prefill_token_threshold=self.long_prefill_token_threshold,
+            policy=self.scheduling_policy,
+            async_scheduling=self.async_scheduling,
+        )
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def _at_least(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{name} must be an integer >= {least}, got {value!r}")

@@ -1,0 +1,1 @@
+"""The scheduler and the paged KV cache's books: pure Python, no torch, no asyncio, no clock."""

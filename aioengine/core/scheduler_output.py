@@ -1,0 +1,98 @@
+"""`SchedulerOutput`: the plan of one step, and the only thing that the worker learns from the scheduler.
+
+The worker caches what it has been told, so a request travels in full once (`NewRequestData`) and as a difference after
+that (`CachedRequestData`). Everything here is frozen, and no list is written to after the output is built: it can be
+handed to the worker and to any number of observers by reference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from aioengine.sampling_params import SamplingParams
+
+AdmissionStop = Literal["queue_empty", "budget", "max_num_seqs", "no_blocks", "preempted", "in_flight"]
+"""Why a step admitted no further waiting request:
+
+queue_empty: none is waiting. budget: `max_num_batched_tokens` is used up (or the rest is too small for a prompt that
+may not be split). max_num_seqs: that many requests run. no_blocks: its tokens do not fit into the free KV blocks.
+preempted: this step had to preempt, so it admits nobody. in_flight: the next one was preempted while a step in flight
+still samples a token for it; it is admitted when that token is known.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequestData:
+    """A request that is scheduled for the first time: everything the worker needs to know of it."""
+
+    req_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    block_ids: tuple[list[int], ...]  # one list a KV-cache group
+    num_computed_tokens: int  # where this step starts: more than 0 on a prefix-cache hit
+
+
+@dataclass(frozen=True, slots=True)
+class CachedRequestData:
+    """Requests that the worker knows: parallel lists by `req_ids`."""
+
+    req_ids: list[str] = field(default_factory=list)
+    # Ids that come back after a preemption: their new_block_ids replace the block table, otherwise they are appended.
+    resumed_req_ids: frozenset[str] = frozenset()
+    # The whole history (prompt and output) of the requests that were not scheduled in the previous step.
+    all_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    new_block_ids: list[tuple[list[int], ...] | None] = field(default_factory=list)  # None: no block was added
+    num_computed_tokens: list[int] = field(default_factory=list)  # where this step starts
+    num_output_tokens: list[int] = field(default_factory=list)  # known ones and those still being sampled
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step: who runs, from which position, how many tokens, in which blocks, and who is gone."""
+
+    step_id: int
+    scheduled_new_reqs: list[NewRequestData]
+    scheduled_cached_reqs: CachedRequestData
+    num_scheduled_tokens: dict[str, int]  # every value > 0; the order is the order of the batch
+    total_num_scheduled_tokens: int
+    finished_req_ids: frozenset[str] = frozenset()  # ended since the previous step: the worker forgets them
+    preempted_req_ids: frozenset[str] = frozenset()  # the worker frees their slots and keeps their parameters
+    new_block_ids_to_zero: list[int] = field(default_factory=list)  # only where the cache needs it
+
+    @property
+    def is_cleanup_only(self) -> bool:
+        """No token is scheduled; the output only tells the worker what to forget."""
+        return self.total_num_scheduled_tokens == 0
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """Absolute gauges and running totals, as they stand after a call of the scheduler."""
+
+    num_waiting_reqs: int
+    num_running_reqs: int
+    num_preempted_reqs: int  # of the waiting ones, those that ran before
+    num_total_blocks: int  # without the null block
+    num_free_blocks: int  # allocatable: never used, or cached and owned by nobody
+    num_cached_blocks: int  # blocks whose content the prefix cache can serve, owned or not
+    num_preemptions: int  # total
+    prefix_cache_queries: int  # total, in tokens
+    prefix_cache_hits: int  # total, in tokens
+
+    @property
+    def num_used_blocks(self) -> int:
+        return self.num_total_blocks - self.num_free_blocks
+
+    @property
+    def kv_cache_usage(self) -> float:
+        return self.num_used_blocks / self.num_total_blocks if self.num_total_blocks else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockChanges:
+    """What happened to KV blocks since the previous report, in order within each list."""
+
+    allocated: list[int] = field(default_factory=list)  # taken from the free queue, by a new owner or by a cache hit
+    freed: list[int] = field(default_factory=list)  # back in the free queue: their last owner let go
+    evicted: list[int] = field(default_factory=list)  # lost their cached content because they were allocated anew

@@ -1,0 +1,1 @@
+"""The asyncio side: requests in, the step loop, outputs out."""

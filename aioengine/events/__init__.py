@@ -1,0 +1,1 @@
+"""Every step as an event: the bus, the wire form, the recorder."""

@@ -1,0 +1,105 @@
+"""What observers see: one event when a step is scheduled, one when its tokens are back, and a full state to start from.
+
+`SchedulerOutput` is a difference, so an observer that joins late or loses events cannot rebuild the state from it. Hence
+every event carries absolute gauges, and an `EngineSnapshot` is sent on attach and after a gap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from aioengine.core.scheduler_output import AdmissionStop, BlockChanges, SchedulerOutput, SchedulerStats
+from aioengine.outputs import FinishReason
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RequestInfo:
+    """A request as it arrived. Times are seconds of `time.perf_counter()` in the engine's process."""
+
+    request_id: str
+    num_prompt_tokens: int
+    max_tokens: int
+    arrival_time: float
+    priority: int = 0
+    prompt: str | None = None  # only where the user asked for text to be published
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedInfo:
+    """A request that ended, and why."""
+
+    request_id: str
+    finish_reason: FinishReason
+    num_output_tokens: int
+    stop_reason: int | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvent:
+    """Published when a step has been scheduled and handed to the executor, before its tokens are known."""
+
+    step_id: int
+    time: float  # seconds of time.perf_counter(), when schedule() returned
+    output: SchedulerOutput
+    stats: SchedulerStats
+    admission_stop: AdmissionStop
+    token_budget: int  # max_num_batched_tokens
+    block_changes: BlockChanges
+    queue_depth: int  # steps in flight, this one included
+    schedule_start: float
+    schedule_end: float
+    added: list[RequestInfo] = field(default_factory=list)  # arrived since the previous StepEvent
+    finished: list[FinishedInfo] = field(default_factory=list)  # ended since the previous StepEvent (aborts, stop strings)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResultEvent:
+    """Published when the tokens of a step have been taken in."""
+
+    step_id: int
+    time: float  # when update_from_output() returned
+    num_new_tokens: dict[str, int]  # req_id -> tokens accepted; requests whose chunk yields none are absent
+    stats: SchedulerStats
+    block_changes: BlockChanges
+    queue_depth: int  # steps still in flight
+    # The lanes of the step timeline. Worker times are None when the executor does not report them.
+    execute_start: float | None
+    execute_end: float | None
+    sample_start: float | None
+    sample_end: float | None
+    update_start: float
+    update_end: float
+    finished: list[FinishedInfo] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSnapshot:
+    """One live request in an `EngineSnapshot`."""
+
+    request_id: str
+    status: str  # the name of its RequestStatus
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_computed_tokens: int
+    num_cached_tokens: int
+    max_tokens: int
+    arrival_time: float
+    num_preemptions: int
+    priority: int
+    block_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """The full state between two events: what a late observer starts from."""
+
+    step_id: int  # of the last scheduled step
+    time: float
+    stats: SchedulerStats
+    requests: list[RequestSnapshot]
+    cached_block_ids: list[int]  # blocks whose content the prefix cache can serve
+
+
+Event = StepEvent | StepResultEvent | EngineSnapshot

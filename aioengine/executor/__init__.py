@@ -1,0 +1,1 @@
+"""Where steps run: the protocol, and one worker thread."""

@@ -1,0 +1,1 @@
+"""The layers that model families are made of."""

@@ -1,0 +1,1 @@
+"""Finding, reading and building models, one file a family."""

@@ -1,0 +1,147 @@
+"""A request as the scheduler sees it: the ledger of what is known, computed and in flight."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+from aioengine.outputs import FinishReason
+from aioengine.sampling_params import SamplingParams
+
+
+class RequestStatus(enum.IntEnum):
+    """Ordered on purpose: everything above PREEMPTED is finished."""
+
+    WAITING = 0
+    RUNNING = 1
+    PREEMPTED = 2
+    FINISHED_STOPPED = 3
+    FINISHED_LENGTH_CAPPED = 4
+    FINISHED_ABORTED = 5
+    FINISHED_ERROR = 6
+
+    @property
+    def is_finished(self) -> bool:
+        return self > RequestStatus.PREEMPTED
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return _FINISH_REASONS.get(self)
+
+
+_FINISH_REASONS: dict[RequestStatus, FinishReason] = {
+    RequestStatus.FINISHED_STOPPED: "stop",
+    RequestStatus.FINISHED_LENGTH_CAPPED: "length",
+    RequestStatus.FINISHED_ABORTED: "abort",
+    RequestStatus.FINISHED_ERROR: "error",
+}
+
+
+class Request:
+    """The scheduler's side of one generation. Owned by the scheduler; nobody else writes to it.
+
+    The counters, and how they move during a step:
+
+    - `num_tokens`: prompt and output tokens that are known.
+    - `num_output_placeholders`: tokens that a step in flight samples, so they will be known but are not yet.
+    - `num_computed_tokens`: tokens whose KV is written, or will be by a step in flight. `schedule()` advances it.
+
+    A request has work to do while `num_computed_tokens < num_tokens + num_output_placeholders`; there is no other
+    notion of phase. `max_tokens` in `sampling_params` is already a number here (the input processor resolved it).
+    """
+
+    __slots__ = (
+        "_all_token_ids",
+        "_num_prompt_tokens",
+        "arrival_index",
+        "arrival_time",
+        "block_hashes",
+        "block_ids",
+        "cache_salt",
+        "max_tokens",
+        "num_cached_blocks",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_output_placeholders",
+        "num_preemptions",
+        "priority",
+        "request_id",
+        "sampling_params",
+        "status",
+        "stop_reason",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        *,
+        sampling_params: SamplingParams,
+        arrival_time: float = 0.0,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> None:
+        assert sampling_params.max_tokens is not None, "the input processor resolves max_tokens"
+        self.request_id = request_id
+        self.sampling_params = sampling_params
+        self.max_tokens: int = sampling_params.max_tokens
+        self.arrival_time = arrival_time
+        self.priority = priority
+        self.cache_salt = cache_salt
+        self.status = RequestStatus.WAITING
+        self.stop_reason: int | str | None = None
+
+        self._all_token_ids: list[int] = list(prompt_token_ids)
+        self._num_prompt_tokens = len(self._all_token_ids)
+        self.num_computed_tokens = 0
+        self.num_output_placeholders = 0
+        self.num_cached_tokens = -1  # prompt tokens that the prefix cache served; -1 until first scheduled
+        self.num_preemptions = 0
+        self.arrival_index = 0  # set by the scheduler; orders requests of equal priority
+
+        # Kept by the KVCacheManager: one list a KV-cache group; the hashes of the full blocks; how many are registered.
+        self.block_ids: tuple[list[int], ...] = ([],)
+        self.block_hashes: list[bytes] = []
+        self.num_cached_blocks = 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self._num_prompt_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._all_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self._all_token_ids) - self._num_prompt_tokens
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self._all_token_ids[: self._num_prompt_tokens]
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self._all_token_ids[self._num_prompt_tokens :]
+
+    @property
+    def all_token_ids(self) -> list[int]:
+        """The live history (prompt and output): read it, copy it to keep it."""
+        return self._all_token_ids
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status > RequestStatus.PREEMPTED
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.status.finish_reason
+
+    def append_output_token_id(self, token_id: int) -> None:
+        self._all_token_ids.append(token_id)
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id!r}, {self.status.name}, prompt={self._num_prompt_tokens}, output={self.num_output_tokens}, "
+            f"computed={self.num_computed_tokens}, placeholders={self.num_output_placeholders})"
+        )
