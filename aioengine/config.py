@@ -231,6 +231,11 @@ class EngineConfig:
                 f"without chunked prefill max_num_batched_tokens ({budget}) must be at least max_model_len ({max_model_len}), "
                 "or long prompts could never run"
             )
+        if not self.enable_chunked_prefill and self.long_prefill_token_threshold:
+            raise ConfigError(
+                f"long_prefill_token_threshold ({self.long_prefill_token_threshold}) splits prompts, "
+                "which enable_chunked_prefill=False forbids"
+            )
         return SchedulerConfig(
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=budget,

@@ -1,0 +1,25 @@
+"""Names for the content of KV blocks: a sha256 chain, so equal names mean equal token prefixes.
+
+hash[i] = sha256(hash[i-1] + tokens of block i + extra keys). A cryptographic hash makes a collision, and with it another
+request's answer, practically impossible; a random root makes the names unpredictable between processes, so that nobody
+can probe what others asked. (vLLM V1 uses the same scheme.)
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Sequence
+from hashlib import sha256
+
+BlockHash = bytes
+
+
+def root_hash(seed: str | None) -> BlockHash:
+    """The parent of every first block. The same seed gives the same hashes in every process; None: a random root."""
+    return sha256(os.urandom(32) if seed is None else b"aioengine:" + seed.encode()).digest()
+
+
+def hash_block(parent: BlockHash, token_ids: Sequence[int], *, extra: bytes = b"") -> BlockHash:
+    """The hash of one full block. `extra` separates contents that must not be shared though their tokens are equal."""
+    return sha256(parent + array("q", token_ids).tobytes() + extra).digest()

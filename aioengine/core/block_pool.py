@@ -1,0 +1,159 @@
+"""Who holds which KV block: reference counts, the free queue, and the index of cached content.
+
+A free block keeps its content until it is allocated anew, so that a later request with the same prefix can take it back.
+Blocks are plain integers and their attributes parallel lists: a step touches thousands of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from aioengine.core.block_hash import BlockHash
+from aioengine.core.scheduler_output import BlockChanges
+
+NULL_BLOCK_ID = 0
+"""Never allocated, never written by a request: padding in block tables points at it."""
+
+
+class FreeBlockQueue:
+    """A doubly linked list over block ids, in two integer lists.
+
+    Not a deque: a cache hit takes a block out of the middle, which must not cost a scan.
+    """
+
+    __slots__ = ("_end", "_next", "_prev", "num_blocks")
+
+    def __init__(self, num_ids: int) -> None:
+        self._end = num_ids  # sentinel: its next is the head, its previous the tail
+        self._next = [-1] * (num_ids + 1)
+        self._prev = [-1] * (num_ids + 1)
+        self._next[self._end] = self._prev[self._end] = self._end
+        self.num_blocks = 0
+
+    def _insert(self, block_id: int, *, before: int) -> None:
+        after = self._prev[before]
+        self._next[after] = self._prev[before] = block_id
+        self._prev[block_id], self._next[block_id] = after, before
+        self.num_blocks += 1
+
+    def append(self, block_id: int) -> None:
+        self._insert(block_id, before=self._end)
+
+    def prepend(self, block_id: int) -> None:
+        self._insert(block_id, before=self._next[self._end])
+
+    def remove(self, block_id: int) -> None:
+        before, after = self._prev[block_id], self._next[block_id]
+        assert after >= 0, f"block {block_id} is not in the free queue"
+        self._next[before], self._prev[after] = after, before
+        self._next[block_id] = self._prev[block_id] = -1
+        self.num_blocks -= 1
+
+    def popleft(self) -> int:
+        head = self._next[self._end]
+        assert head != self._end, "the free queue is empty"
+        self.remove(head)
+        return head
+
+    def __contains__(self, block_id: int) -> bool:
+        return self._next[block_id] >= 0
+
+    def __iter__(self) -> Iterator[int]:
+        block_id = self._next[self._end]
+        while block_id != self._end:
+            yield block_id
+            block_id = self._next[block_id]
+
+
+class BlockPool:
+    """All blocks of the KV cache. `num_blocks` includes the null block, which is never handed out."""
+
+    def __init__(self, num_blocks: int) -> None:
+        assert num_blocks >= 2, f"a pool needs the null block and one more, got {num_blocks}"
+        self.num_blocks = num_blocks
+        self.ref_cnt: list[int] = [0] * num_blocks
+        self.block_hash: list[BlockHash | None] = [None] * num_blocks
+        self.free_block_queue = FreeBlockQueue(num_blocks)
+        for block_id in range(1, num_blocks):
+            self.free_block_queue.append(block_id)
+        self._cached: dict[BlockHash, int] = {}
+        self._allocated: list[int] = []
+        self._freed: list[int] = []
+        self._evicted: list[int] = []
+
+    @property
+    def num_total_blocks(self) -> int:
+        return self.num_blocks - 1
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self.free_block_queue.num_blocks
+
+    @property
+    def num_cached_blocks(self) -> int:
+        return len(self._cached)
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        """Take blocks from the head of the free queue; what they cached is forgotten."""
+        assert num_blocks <= self.num_free_blocks, f"{num_blocks} blocks wanted, {self.num_free_blocks} free"
+        block_ids = [self.free_block_queue.popleft() for _ in range(num_blocks)]
+        for block_id in block_ids:
+            self.ref_cnt[block_id] = 1
+            if self.block_hash[block_id] is not None:
+                self._forget(block_id)
+                self._evicted.append(block_id)
+        self._allocated += block_ids
+        return block_ids
+
+    def touch(self, block_ids: Iterable[int]) -> None:
+        """One more owner for blocks whose content is wanted; those that were free leave the free queue."""
+        for block_id in block_ids:
+            if self.ref_cnt[block_id] == 0:
+                self.free_block_queue.remove(block_id)
+                self._allocated.append(block_id)
+            self.ref_cnt[block_id] += 1
+
+    def free(self, block_ids: Sequence[int]) -> None:
+        """One owner less for each block of a table, given in the table's order.
+
+        The free queue is in the order of eviction: blocks that cache nothing first, then the least recently used; of one
+        table the tail first, since a prefix is worth more than what follows it.
+        """
+        for block_id in reversed(block_ids):
+            self.ref_cnt[block_id] -= 1
+            if self.ref_cnt[block_id] == 0:
+                if self.block_hash[block_id] is None:
+                    self.free_block_queue.prepend(block_id)
+                else:
+                    self.free_block_queue.append(block_id)
+                self._freed.append(block_id)
+
+    def register(self, block_id: int, block_hash: BlockHash) -> None:
+        """Let later requests find this block's content. If another block has the same content, that one stays the one."""
+        if block_hash not in self._cached:
+            self._cached[block_hash] = block_id
+            self.block_hash[block_id] = block_hash
+
+    def find(self, block_hash: BlockHash) -> int | None:
+        return self._cached.get(block_hash)
+
+    def cached_block_ids(self) -> list[int]:
+        return sorted(self._cached.values())
+
+    def reset_cache(self) -> None:
+        """Forget all cached content. Blocks in use keep their owners."""
+        self._evicted += self._cached.values()
+        for block_id in list(self._cached.values()):
+            self._forget(block_id)
+
+    def _forget(self, block_id: int) -> None:
+        block_hash = self.block_hash[block_id]
+        assert block_hash is not None
+        del self._cached[block_hash]
+        self.block_hash[block_id] = None
+
+    def take_changes(self) -> BlockChanges:
+        """What happened to blocks since the last call."""
+        changes = BlockChanges(allocated=self._allocated, freed=self._freed, evicted=self._evicted)
+        self._allocated, self._freed, self._evicted = [], [], []
+        return changes

@@ -1,0 +1,130 @@
+"""The scheduler's books, checked: what must hold between any two calls.
+
+Run after every call in tests and under AIOENGINE_CHECK=1, and by the engine whenever it goes idle. It reads everything
+and changes nothing. A violation is a bug in this package, so it raises AssertionError and names the broken rule.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from aioengine.core.block_hash import hash_block
+from aioengine.core.block_pool import NULL_BLOCK_ID
+from aioengine.core.request_queue import scheduling_key
+from aioengine.core.scheduler_output import SchedulerOutput
+from aioengine.request import RequestStatus
+
+if TYPE_CHECKING:
+    from aioengine.core.scheduler import Scheduler
+
+
+def check_scheduler(scheduler: Scheduler, output: SchedulerOutput | None = None) -> None:
+    """Check requests, queues and blocks; with `output`, also what schedule() has just returned."""
+    _check_requests(scheduler)
+    _check_queues(scheduler)
+    _check_blocks(scheduler)
+    _check_hashes(scheduler)
+    if output is not None:
+        _check_output(scheduler, output)
+
+
+def check_idle(scheduler: Scheduler) -> None:
+    """Check that nothing is left over: to be called when no request lives and no step is in flight."""
+    check_scheduler(scheduler)
+    pool = scheduler.kv_cache_manager.block_pool
+    assert not scheduler.requests, f"requests left: {sorted(scheduler.requests)}"
+    assert not scheduler.has_work, "there is work left"
+    assert pool.num_free_blocks == pool.num_total_blocks, f"{pool.num_total_blocks - pool.num_free_blocks} blocks leaked"
+
+
+def _check_requests(scheduler: Scheduler) -> None:
+    block_size = scheduler.kv_cache_manager.block_size
+    for request in scheduler.requests.values():
+        assert not request.is_finished, f"finished but still listed: {request}"
+        assert request.num_output_placeholders >= 0, f"negative placeholders: {request}"
+        assert 0 <= request.num_computed_tokens <= request.num_tokens + request.num_output_placeholders, (
+            f"computed beyond its tokens: {request}"
+        )
+        assert request.num_computed_tokens <= len(request.block_ids[0]) * block_size, f"computed tokens without a slot: {request}"
+        assert request.num_tokens <= scheduler.config.max_model_len, f"longer than max_model_len: {request}"
+        assert request.num_output_tokens < request.max_tokens, f"ran past max_tokens: {request}"
+        if request.status != RequestStatus.RUNNING:
+            assert not request.block_ids[0], f"waiting with blocks: {request}"
+            assert request.num_computed_tokens == 0, f"waiting with computed tokens: {request}"
+
+
+def _check_queues(scheduler: Scheduler) -> None:
+    running, waiting = scheduler.running, list(scheduler.waiting)
+    listed = Counter(request.request_id for request in running + waiting)
+    assert listed == Counter(scheduler.requests.keys()), "every live request is in exactly one queue"
+    assert all(request.status == RequestStatus.RUNNING for request in running), "only running requests are in running"
+    assert all(request.status != RequestStatus.RUNNING for request in waiting), "no running request waits"
+    assert len(running) <= scheduler.config.max_num_seqs, f"{len(running)} running, max_num_seqs {scheduler.config.max_num_seqs}"
+    for queue in (running, waiting):
+        keys = [scheduling_key(scheduler.config.policy, request) for request in queue]
+        assert keys == sorted(keys), "queues are in scheduling order"
+    assert scheduler.waiting.num_preempted == sum(request.status == RequestStatus.PREEMPTED for request in waiting)
+    assert not scheduler.requests.keys() & scheduler._finished_req_ids, "an ended request is still listed"
+    assert scheduler._finished_req_ids <= scheduler._lingering_req_ids
+
+
+def _check_blocks(scheduler: Scheduler) -> None:
+    pool = scheduler.kv_cache_manager.block_pool
+    owners: Counter[int] = Counter()
+    for request in scheduler.requests.values():
+        (table,) = request.block_ids
+        assert len(set(table)) == len(table), f"a table holds a block twice: {request} {table}"
+        owners.update(table)
+    assert NULL_BLOCK_ID not in owners, "the null block is in a table"
+    free = list(pool.free_block_queue)
+    assert len(free) == len(set(free)) == pool.num_free_blocks, "a block is twice in the free queue, or the count is wrong"
+    assert NULL_BLOCK_ID not in free, "the null block is in the free queue"
+    for block_id in range(1, pool.num_blocks):
+        assert pool.ref_cnt[block_id] == owners[block_id], (
+            f"block {block_id}: ref_cnt {pool.ref_cnt[block_id]}, but {owners[block_id]} tables hold it"
+        )
+        assert (pool.ref_cnt[block_id] == 0) == (block_id in pool.free_block_queue), f"block {block_id}: free and owned, or neither"
+
+
+def _check_hashes(scheduler: Scheduler) -> None:
+    kv = scheduler.kv_cache_manager
+    pool = kv.block_pool
+    for block_hash, block_id in pool._cached.items():
+        assert pool.block_hash[block_id] == block_hash, f"block {block_id} is found under a hash it does not have"
+    assert sum(block_hash is not None for block_hash in pool.block_hash) == pool.num_cached_blocks
+    for request in scheduler.requests.values():
+        parent = kv._root_hash
+        for index, block_hash in enumerate(request.block_hashes):
+            token_ids = request.all_token_ids[index * kv.block_size : (index + 1) * kv.block_size]
+            assert len(token_ids) == kv.block_size, f"a block that is not full has a hash: {request}"
+            salt = request.cache_salt if index == 0 else None
+            assert block_hash == hash_block(parent, token_ids, extra=(salt or "").encode()), f"hash {index} is wrong: {request}"
+            parent = block_hash
+        (table,) = request.block_ids
+        assert request.num_cached_blocks <= len(table), f"more cached blocks than blocks: {request}"
+        for index in range(request.num_cached_blocks):
+            held = pool.block_hash[table[index]]
+            assert held is None or held == request.block_hashes[index], f"block {table[index]} caches something else: {request}"
+
+
+def _check_output(scheduler: Scheduler, output: SchedulerOutput) -> None:
+    scheduled = output.num_scheduled_tokens
+    cached = output.scheduled_cached_reqs
+    new_ids = {request.req_id for request in output.scheduled_new_reqs}
+    assert output.total_num_scheduled_tokens == sum(scheduled.values()), "the total is not the sum"
+    assert output.total_num_scheduled_tokens <= scheduler.config.max_num_batched_tokens, "over the token budget"
+    assert all(num_tokens > 0 for num_tokens in scheduled.values()), "a request is scheduled with no token"
+    assert not new_ids & set(cached.req_ids), "a request is both new and cached"
+    assert new_ids | set(cached.req_ids) == scheduled.keys(), "new and cached requests are not the scheduled ones"
+    assert cached.resumed_req_ids <= set(cached.req_ids)
+    assert not output.finished_req_ids & scheduled.keys(), "a finished request is scheduled"
+    assert not output.preempted_req_ids & scheduled.keys(), "a preempted request is scheduled"
+    lengths = {len(cached.req_ids), len(cached.new_block_ids), len(cached.num_computed_tokens), len(cached.num_output_tokens)}
+    assert len(lengths) == 1, "the parallel lists differ in length"
+    starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    starts |= {request.req_id: request.num_computed_tokens for request in output.scheduled_new_reqs}
+    for req_id, num_tokens in scheduled.items():
+        request = scheduler.requests[req_id]
+        assert starts[req_id] + num_tokens == request.num_computed_tokens, f"the start is not where the step starts: {request}"
+        assert starts[req_id] < request.num_tokens + request.num_output_placeholders

@@ -1,0 +1,126 @@
+"""Gives requests the KV blocks that their tokens need, and finds the ones that already hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from aioengine.config import CacheConfig
+from aioengine.core.block_hash import hash_block, root_hash
+from aioengine.core.block_pool import BlockPool
+from aioengine.request import Request
+
+
+class KVCacheManager:
+    """Block tables of all requests, over one pool.
+
+    The tables themselves live on the requests (`Request.block_ids`); only this class writes to them.
+    """
+
+    def __init__(self, cache: CacheConfig, *, num_kv_cache_blocks: int) -> None:
+        self.block_size = cache.block_size
+        self.enable_prefix_caching = cache.enable_prefix_caching
+        self.block_pool = BlockPool(num_kv_cache_blocks)
+        self.prefix_cache_queries = 0  # tokens that were looked up, of requests that were admitted
+        self.prefix_cache_hits = 0  # tokens that were found
+        self._root_hash = root_hash(cache.prefix_caching_seed)
+        self._zero_new_blocks = cache.zero_new_blocks
+        self._block_ids_to_zero: list[int] = []
+
+    @property
+    def num_token_slots(self) -> int:
+        """Tokens that fit if one request had all blocks."""
+        return self.block_pool.num_total_blocks * self.block_size
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def get_computed_blocks(self, request: Request) -> list[int]:
+        """The cached blocks that hold the longest known prefix of a request without blocks.
+
+        Never the whole of its tokens: at least one must go through the model to give logits.
+        """
+        if not self.enable_prefix_caching:
+            return []
+        max_num_blocks = (request.num_tokens - 1) // self.block_size
+        self._extend_block_hashes(request, max_num_blocks)
+        block_ids: list[int] = []
+        for block_hash in request.block_hashes[:max_num_blocks]:
+            block_id = self.block_pool.find(block_hash)
+            if block_id is None:
+                break
+            block_ids.append(block_id)
+        return block_ids
+
+    def can_hold(self, num_tokens: int, computed_block_ids: Sequence[int] = ()) -> bool:
+        """Whether the free blocks suffice for `num_tokens` of a request without blocks, given its cache hits."""
+        num_new_blocks = self.num_blocks_for(num_tokens) - len(computed_block_ids)
+        return num_new_blocks + self._num_free_among(computed_block_ids) <= self.block_pool.num_free_blocks
+
+    def allocate_slots(self, request: Request, num_new_tokens: int, *, computed_block_ids: Sequence[int] = ()) -> list[int] | None:
+        """Blocks for the next `num_new_tokens` tokens of a request, after its computed ones.
+
+        `computed_block_ids` are cache hits to take over first (for a request without blocks). Returns the ids of the
+        blocks added after those, or None, with nothing changed, if there are not enough free ones.
+        """
+        (table,) = request.block_ids
+        num_tokens = request.num_computed_tokens + len(computed_block_ids) * self.block_size + num_new_tokens
+        num_new_blocks = self.num_blocks_for(num_tokens) - len(table) - len(computed_block_ids)
+        new_block_ids: list[int] = []
+        if num_new_blocks > 0 or computed_block_ids:
+            if num_new_blocks + self._num_free_among(computed_block_ids) > self.block_pool.num_free_blocks:
+                return None
+            self.block_pool.touch(computed_block_ids)
+            new_block_ids = self.block_pool.allocate(num_new_blocks)
+            table += computed_block_ids
+            table += new_block_ids
+            request.num_cached_blocks += len(computed_block_ids)
+            if self._zero_new_blocks:
+                self._block_ids_to_zero += new_block_ids
+        # Registered before the forward has run: the worker runs steps in order, so whoever finds a block here reads it in
+        # this step, after the writes of every layer, or in a later one.
+        self.cache_blocks(request, num_tokens)
+        return new_block_ids
+
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """Let later requests find the blocks that are full of known, computed tokens."""
+        if not self.enable_prefix_caching:
+            return
+        num_full_blocks = min(num_computed_tokens, request.num_tokens) // self.block_size
+        if num_full_blocks <= request.num_cached_blocks:
+            return
+        self._extend_block_hashes(request, num_full_blocks)
+        (table,) = request.block_ids
+        for index in range(request.num_cached_blocks, num_full_blocks):
+            self.block_pool.register(table[index], request.block_hashes[index])
+        request.num_cached_blocks = num_full_blocks
+
+    def record_prefix_cache_lookup(self, *, num_tokens: int, num_hits: int) -> None:
+        """Count one admitted request. Look-ups of requests that could not be admitted would count every step anew."""
+        if self.enable_prefix_caching:
+            self.prefix_cache_queries += num_tokens
+            self.prefix_cache_hits += num_hits
+
+    def free(self, request: Request) -> None:
+        """Let go of all blocks of a request. Their content stays findable until they are allocated anew."""
+        (table,) = request.block_ids
+        self.block_pool.free(table)
+        request.block_ids = ([],)
+        request.num_cached_blocks = 0
+
+    def take_block_ids_to_zero(self) -> list[int]:
+        block_ids, self._block_ids_to_zero = self._block_ids_to_zero, []
+        return block_ids
+
+    def _num_free_among(self, block_ids: Sequence[int]) -> int:
+        ref_cnt = self.block_pool.ref_cnt
+        return sum(ref_cnt[block_id] == 0 for block_id in block_ids)
+
+    def _extend_block_hashes(self, request: Request, num_blocks: int) -> None:
+        hashes = request.block_hashes
+        token_ids = request.all_token_ids
+        while len(hashes) < num_blocks:
+            start = len(hashes) * self.block_size
+            # Later blocks inherit the salt through the chain.
+            extra = request.cache_salt.encode() if request.cache_salt is not None and not hashes else b""
+            parent = hashes[-1] if hashes else self._root_hash
+            hashes.append(hash_block(parent, token_ids[start : start + self.block_size], extra=extra))

@@ -1,0 +1,275 @@
+"""The scheduler: decides each step's batch, and takes in what the step produced.
+
+Plain synchronous code without a clock: the same calls in the same order give the same outputs. The engine calls
+`schedule()` and `update_from_output()`, possibly with two steps in flight; everything else is adding and ending requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from aioengine.config import CacheConfig, SchedulerConfig
+from aioengine.core.invariants import check_scheduler
+from aioengine.core.kv_cache_manager import KVCacheManager
+from aioengine.core.request_queue import RequestQueue
+from aioengine.core.schedule_pass import SchedulePass
+from aioengine.core.scheduler_output import AdmissionStop, BlockChanges, SchedulerOutput, SchedulerStats
+from aioengine.core.stop import check_stop
+from aioengine.errors import InvalidRequestError
+from aioengine.outputs import EngineCoreOutput, ModelRunnerOutput
+from aioengine.request import Request, RequestStatus
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleReport:
+    """What observers are told beside the output itself."""
+
+    admission_stop: AdmissionStop
+    block_changes: BlockChanges
+
+
+class Scheduler:
+    """Owns every request from `add_request()` to its end.
+
+    `num_kv_cache_blocks` includes the null block. With `check_invariants` the books are checked after every call, which
+    costs time proportional to everything alive.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        cache: CacheConfig,
+        num_kv_cache_blocks: int,
+        eos_token_ids: frozenset[int] = frozenset(),
+        check_invariants: bool = False,
+    ) -> None:
+        self.config = config
+        self.kv_cache_manager = KVCacheManager(cache, num_kv_cache_blocks=num_kv_cache_blocks)
+        self.eos_token_ids = eos_token_ids
+        self.requests: dict[str, Request] = {}
+        self.waiting = RequestQueue(config.policy)
+        self.running: list[Request] = []  # sorted by scheduling key
+        self.num_preemptions = 0
+
+        self._check_invariants = check_invariants
+        self._num_arrived = 0
+        self._last_step_id = 0
+        self._last_updated_step_id = 0
+        self._finished_req_ids: set[str] = set()  # ended, not yet told to the worker
+        self._lingering_req_ids: set[str] = set()  # ended, the worker may still hold them
+        self._prev_step_req_ids: set[str] = set()
+        self._admission_stop: AdmissionStop = "queue_empty"
+
+    # ------------------------------------------------------------------ requests in and out
+    def add_request(self, request: Request) -> None:
+        """Queue a request. Raises InvalidRequestError if it could never run to its end here."""
+        self._check_fits(request)
+        request.arrival_index = self._num_arrived
+        self._num_arrived += 1
+        self.requests[request.request_id] = request
+        self.waiting.add(request)
+        self._check()
+
+    def _check_fits(self, request: Request) -> None:
+        if request.request_id in self.requests or request.request_id in self._lingering_req_ids:
+            raise InvalidRequestError(f"request_id {request.request_id!r} is in use")
+        num_prompt_tokens, max_model_len = request.num_prompt_tokens, self.config.max_model_len
+        if num_prompt_tokens == 0:
+            raise InvalidRequestError("the prompt has no tokens")
+        if num_prompt_tokens >= max_model_len:
+            raise InvalidRequestError(
+                f"the prompt has {num_prompt_tokens} tokens, but max_model_len is {max_model_len} and at least one token must be generated"
+            )
+        num_tokens = min(num_prompt_tokens + request.max_tokens, max_model_len)
+        kv = self.kv_cache_manager
+        if num_tokens - 1 > kv.num_token_slots:
+            raise InvalidRequestError(
+                f"the request needs {kv.num_blocks_for(num_tokens - 1)} KV blocks ({num_prompt_tokens} prompt tokens and up to "
+                f"{num_tokens - num_prompt_tokens} more, {kv.block_size} a block), but the cache has {kv.block_pool.num_total_blocks}"
+            )
+
+    def max_tokens_limit(self, num_prompt_tokens: int) -> int:
+        """The most tokens that a prompt of this length can be continued by; below 1: it does not fit at all.
+
+        The last token is sampled but never computed, so it needs no slot in the KV cache.
+        """
+        return min(self.config.max_model_len, self.kv_cache_manager.num_token_slots + 1) - num_prompt_tokens
+
+    def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> list[Request]:
+        """End requests from outside: aborts, stop strings, errors. Unknown and ended ids are ignored.
+
+        Safe at any time, also while steps that contain them are in flight: their tokens are dropped when they arrive.
+        Returns the requests that this call ended.
+        """
+        assert status.is_finished
+        ended = []
+        for request_id in request_ids:
+            request = self.requests.get(request_id)
+            if request is None:
+                continue
+            if request.status == RequestStatus.RUNNING:
+                self.running.remove(request)
+            else:
+                self.waiting.remove(request)
+            request.status = status
+            self._free_request(request)
+            ended.append(request)
+        self._check()
+        return ended
+
+    def _free_request(self, request: Request) -> None:
+        kv = self.kv_cache_manager
+        kv.cache_blocks(request, request.num_computed_tokens)  # the last blocks may have become full of known tokens
+        kv.free(request)
+        del self.requests[request.request_id]
+        if request.num_cached_tokens >= 0:  # it has been scheduled: the worker knows it
+            self._finished_req_ids.add(request.request_id)
+            self._lingering_req_ids.add(request.request_id)
+
+    # ------------------------------------------------------------------ one step
+    def schedule(self) -> SchedulerOutput | None:
+        """Plan the next step: running requests first, then waiting ones.
+
+        Returns None if there is nothing to hand to the worker: no request can take a token now (they wait for tokens in
+        flight, or there are none) and no ended request has to be made known.
+        """
+        plan = SchedulePass(self.config, running=self.running, waiting=self.waiting, kv_cache_manager=self.kv_cache_manager)
+        plan.schedule_running()
+        plan.schedule_waiting()
+        self._admission_stop = plan.admission_stop
+        self.num_preemptions += len(plan.preempted_reqs)
+        if not plan.num_scheduled_tokens and not plan.preempted_reqs and not self._finished_req_ids:
+            self._check()
+            return None
+
+        self._last_step_id += 1
+        output = SchedulerOutput(
+            step_id=self._last_step_id,
+            scheduled_new_reqs=plan.make_new_request_data(),
+            scheduled_cached_reqs=plan.make_cached_request_data(self._prev_step_req_ids),
+            num_scheduled_tokens=plan.num_scheduled_tokens,
+            total_num_scheduled_tokens=self.config.max_num_batched_tokens - plan.token_budget,
+            finished_req_ids=frozenset(self._finished_req_ids),
+            preempted_req_ids=frozenset(request.request_id for request in plan.preempted_reqs),
+            new_block_ids_to_zero=self.kv_cache_manager.take_block_ids_to_zero(),
+        )
+        self._update_after_schedule(output)
+        self._check(output)
+        return output
+
+    def _update_after_schedule(self, output: SchedulerOutput) -> None:
+        """Advance the counters past the step at once, so that the next one can be planned before its tokens are known."""
+        for req_id, num_tokens in output.num_scheduled_tokens.items():
+            request = self.requests[req_id]
+            request.num_computed_tokens += num_tokens
+            if request.num_computed_tokens == request.num_tokens + request.num_output_placeholders:
+                request.num_output_placeholders += 1  # this step samples its next token
+        self._prev_step_req_ids = set(output.num_scheduled_tokens)
+        self._finished_req_ids.clear()  # the output has its own copy
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
+        """Take in the sampled tokens of a step. Steps must come in the order they were scheduled.
+
+        Requests that ended meanwhile are skipped. Tokens are appended one by one; what follows a stop is dropped.
+        """
+        assert scheduler_output.step_id == self._last_updated_step_id + 1, (
+            f"step {scheduler_output.step_id} came back after step {self._last_updated_step_id}"
+        )
+        self._last_updated_step_id = scheduler_output.step_id
+        self._lingering_req_ids -= scheduler_output.finished_req_ids
+        core_outputs: list[EngineCoreOutput] = []
+        ended: set[str] = set()
+        for req_id in scheduler_output.num_scheduled_tokens:
+            request = self.requests.get(req_id)
+            if request is None:
+                continue
+            token_ids = output.sampled_token_ids[output.req_id_to_index[req_id]]
+            if not token_ids:
+                continue
+            num_accepted = self._append_tokens(request, token_ids)
+            if request.is_finished:
+                ended.add(req_id)
+            logprobs = output.logprobs.get(req_id)
+            core_outputs.append(
+                EngineCoreOutput(
+                    request_id=req_id,
+                    new_token_ids=token_ids[:num_accepted],
+                    finish_reason=request.finish_reason,
+                    stop_reason=request.stop_reason,
+                    logprobs=logprobs[:num_accepted] if logprobs is not None else None,
+                    num_cached_tokens=request.num_cached_tokens,
+                )
+            )
+        self._remove_ended(ended)
+        self._check()
+        return core_outputs
+
+    def _append_tokens(self, request: Request, token_ids: list[int]) -> int:
+        """Append sampled tokens until one stops the request; returns how many were appended."""
+        request.num_output_placeholders -= len(token_ids)
+        for num_accepted, token_id in enumerate(token_ids, 1):
+            request.append_output_token_id(token_id)
+            if self._ends(request):
+                return num_accepted
+        return len(token_ids)
+
+    def _ends(self, request: Request) -> bool:
+        was_waiting = request.status == RequestStatus.PREEMPTED
+        if not check_stop(request, max_model_len=self.config.max_model_len, eos_token_ids=self.eos_token_ids):
+            return False
+        if was_waiting:  # preempted while the step that ends it was in flight
+            self.waiting.remove(request)
+        return True
+
+    def _remove_ended(self, req_ids: set[str]) -> None:
+        if not req_ids:
+            return
+        self.running[:] = [request for request in self.running if request.request_id not in req_ids]
+        for req_id in req_ids:
+            self._free_request(self.requests[req_id])
+
+    # ------------------------------------------------------------------ what others may know
+    @property
+    def has_work(self) -> bool:
+        """Something waits, runs, or has ended without the worker knowing."""
+        return bool(self.waiting or self.running or self._finished_req_ids)
+
+    @property
+    def last_step_id(self) -> int:
+        return self._last_step_id
+
+    def is_lingering(self, request_id: str) -> bool:
+        """The request ended, but the worker has not yet confirmed the step that tells it so."""
+        return request_id in self._lingering_req_ids
+
+    def take_report(self) -> ScheduleReport:
+        """Why the last `schedule()` stopped admitting, and what happened to blocks since the last report."""
+        return ScheduleReport(admission_stop=self._admission_stop, block_changes=self.kv_cache_manager.block_pool.take_changes())
+
+    def make_stats(self) -> SchedulerStats:
+        pool = self.kv_cache_manager.block_pool
+        return SchedulerStats(
+            num_waiting_reqs=len(self.waiting),
+            num_running_reqs=len(self.running),
+            num_preempted_reqs=self.waiting.num_preempted,
+            num_total_blocks=pool.num_total_blocks,
+            num_free_blocks=pool.num_free_blocks,
+            num_cached_blocks=pool.num_cached_blocks,
+            num_preemptions=self.num_preemptions,
+            prefix_cache_queries=self.kv_cache_manager.prefix_cache_queries,
+            prefix_cache_hits=self.kv_cache_manager.prefix_cache_hits,
+        )
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. Refused (False) while a request holds blocks: it may share them."""
+        pool = self.kv_cache_manager.block_pool
+        if pool.num_free_blocks != pool.num_total_blocks:
+            return False
+        pool.reset_cache()
+        return True
+
+    def _check(self, output: SchedulerOutput | None = None) -> None:
+        if self._check_invariants:
+            check_scheduler(self, output)
