@@ -1,0 +1,34 @@
+"""Gated activations: f(gate) * up, on the output of one fused gate_up product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """GELU in its tanh approximation (Hendrycks and Gimpel, 2016, https://arxiv.org/abs/1606.08415)."""
+    return F.gelu(x, approximate="tanh")
+
+
+def find_activation(name: str) -> Activation | None:
+    """The activation that `hidden_act` of a config names; None if it is not one of those known here."""
+    known: dict[str, Activation] = {
+        "silu": F.silu,
+        "swish": F.silu,
+        "gelu": F.gelu,
+        "gelu_pytorch_tanh": gelu_tanh,
+        "gelu_new": gelu_tanh,
+        "relu": F.relu,
+    }
+    return known.get(name)
+
+
+def gated(activation: Activation, gate_up: torch.Tensor) -> torch.Tensor:
+    """gate_up [..., 2 * size], the gate first -> activation(gate) * up [..., size]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return activation(gate).mul_(up)

@@ -1,0 +1,36 @@
+"""The model's side of attention: head geometry here, paging and masking in the backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from aioengine.attention.base import AttentionBackend
+
+
+class Attention(nn.Module):
+    """Causal attention over the paged cache, by whichever backend was chosen. Holds no weights and no state."""
+
+    def __init__(self, backend: AttentionBackend, *, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.backend = backend
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.scale = head_dim**-0.5
+
+    def forward(
+        self,
+        query_key: torch.Tensor,  # [n, num_heads + num_kv_heads, head_dim], rotated
+        value: torch.Tensor,  # [n, num_kv_heads * head_dim]
+        *,
+        kv_cache: torch.Tensor,
+        metadata: Any,
+    ) -> torch.Tensor:
+        """-> [n, num_heads * head_dim]."""
+        query, key = query_key.split_with_sizes((self.num_heads, self.num_kv_heads), dim=1)
+        value = value.view(-1, self.num_kv_heads, self.head_dim)
+        out = self.backend.forward(query, key, value, kv_cache=kv_cache, metadata=metadata, scale=self.scale)
+        return out.reshape(-1, self.num_heads * self.head_dim)

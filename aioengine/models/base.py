@@ -1,0 +1,55 @@
+"""What every model offers to the worker."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from aioengine.attention.base import AttentionBackend
+from aioengine.layers.weight_format import StoredTensor
+from aioengine.models.config import DecoderConfig
+
+
+class CausalLM(nn.Module):
+    """A decoder over a flat step of tokens. It knows positions and caches, never requests or the scheduler.
+
+    A family subclasses this, names how fused parameters are made of checkpoint tensors, and reads its `config.json`.
+    """
+
+    # Fused parameter -> the checkpoint's names of its parts, in row order.
+    packed_modules_mapping: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+
+    num_layers: int
+
+    @classmethod
+    @abstractmethod
+    def read_config(cls, raw: Mapping[str, Any]) -> DecoderConfig:
+        """The family's reading of config.json. Raises ModelError naming a key that is missing or unsupported."""
+
+    @classmethod
+    @abstractmethod
+    def build(cls, config: DecoderConfig, *, attention_backend: AttentionBackend, dtype: torch.dtype, device: torch.device) -> CausalLM:
+        """The model with uninitialised weights."""
+
+    @abstractmethod
+    def load_weights(self, tensors: Iterable[StoredTensor]) -> None:
+        """Fill every parameter. Raises ModelError for a tensor that is missing, unknown or of another shape."""
+
+    @abstractmethod
+    def forward(
+        self,
+        input_ids: torch.Tensor,  # [num_tokens] int64
+        positions: torch.Tensor,  # [num_tokens] int64
+        *,
+        kv_caches: list[torch.Tensor],  # one a layer, in the backend's layout
+        attention_metadata: Any,
+    ) -> torch.Tensor:  # [num_tokens, hidden_size]
+        """One step. Writes the step's keys and values to the caches."""
+
+    @abstractmethod
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [n, hidden_size] -> [n, vocab_size] float32."""

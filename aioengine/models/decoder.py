@@ -1,0 +1,155 @@
+"""The decoder that Llama, Mistral and Qwen share: pre-norm, rotary grouped-query attention, gated MLP.
+
+What differs between them is data (`DecoderConfig`). Submodules are called through `.forward`: hooks are of no use here,
+and `nn.Module.__call__` costs more than some of these operations at one token a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from aioengine.attention.base import AttentionBackend
+from aioengine.errors import ModelError
+from aioengine.layers.activation import find_activation, gated
+from aioengine.layers.attention import Attention
+from aioengine.layers.embedding import TokenEmbedding
+from aioengine.layers.linear import Linear
+from aioengine.layers.norm import RMSNorm
+from aioengine.layers.rope import RotaryEmbedding, Rotation
+from aioengine.layers.weight_format import StoredTensor
+from aioengine.models.base import CausalLM
+from aioengine.models.config import DecoderConfig
+from aioengine.models.weights import WeightAssigner
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, config: DecoderConfig, backend: AttentionBackend, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = heads, kv_heads, dim
+        self.sizes = ((heads + kv_heads) * dim, kv_heads * dim)
+        self.qkv_proj = Linear(
+            config.hidden_size, (heads * dim, kv_heads * dim, kv_heads * dim), bias=config.qkv_bias, dtype=dtype, device=device
+        )
+        self.o_proj = Linear(heads * dim, (config.hidden_size,), bias=config.output_bias, dtype=dtype, device=device)
+        self.q_norm = RMSNorm(dim, eps=config.rms_norm_eps, dtype=dtype, device=device) if config.qk_norm else None
+        self.k_norm = RMSNorm(dim, eps=config.rms_norm_eps, dtype=dtype, device=device) if config.qk_norm else None
+        self.attn = Attention(backend, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim)
+
+    def forward(self, x: torch.Tensor, rotation: Rotation, kv_cache: torch.Tensor, metadata: Any) -> torch.Tensor:
+        """x [n, hidden] -> [n, hidden]."""
+        query_key, value = self.qkv_proj.forward(x).split_with_sizes(self.sizes, dim=-1)
+        # Queries and keys turn by the same angles, so they stay together: half the operations.
+        query_key = query_key.view(-1, self.num_heads + self.num_kv_heads, self.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = query_key.split_with_sizes((self.num_heads, self.num_kv_heads), dim=1)
+            query_key = torch.cat((self.q_norm.forward(query), self.k_norm.forward(key)), dim=1)
+        out = self.attn.forward(rotation.apply(query_key), value, kv_cache=kv_cache, metadata=metadata)
+        return self.o_proj.forward(out)
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        activation = find_activation(config.hidden_act)
+        if activation is None:
+            raise ModelError(f"config.json: hidden_act {config.hidden_act!r} is not supported")
+        self.activation = activation
+        hidden, size = config.hidden_size, config.intermediate_size
+        self.gate_up_proj = Linear(hidden, (size, size), bias=config.mlp_bias, dtype=dtype, device=device)
+        self.down_proj = Linear(size, (hidden,), bias=config.mlp_bias, dtype=dtype, device=device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [n, hidden] -> [n, hidden]."""
+        return self.down_proj.forward(gated(self.activation, self.gate_up_proj.forward(x)))
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: DecoderConfig, backend: AttentionBackend, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.self_attn = SelfAttention(config, backend, dtype=dtype, device=device)
+        self.mlp = GatedMLP(config, dtype=dtype, device=device)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype, device=device)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype, device=device)
+
+    def forward(
+        self, normed: torch.Tensor, residual: torch.Tensor, rotation: Rotation, kv_cache: torch.Tensor, metadata: Any
+    ) -> torch.Tensor:
+        """normed, residual [n, hidden]: this layer's input, normalised and raw. Returns the MLP's output, not yet added
+        to `residual`, which is updated in place: the next norm adds and normalises in one place."""
+        attended = self.self_attn.forward(normed, rotation, kv_cache, metadata)
+        return self.mlp.forward(self.post_attention_layernorm.add_and_norm(attended, residual))
+
+
+class Decoder(nn.Module):
+    """Embedding, layers and final norm: what checkpoints call "model"."""
+
+    def __init__(self, config: DecoderConfig, backend: AttentionBackend, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.embed_tokens = TokenEmbedding(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.layers = nn.ModuleList(DecoderLayer(config, backend, dtype=dtype, device=device) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype, device=device)
+        self.rotary = RotaryEmbedding(config.rope, head_dim=config.head_dim, max_positions=config.max_position_embeddings, device=device)
+        # The modules in the order they run, as plain attributes: no lookup through nn.Module in the loop below.
+        self.plan: list[tuple[DecoderLayer, RMSNorm]] = [(layer, layer.input_layernorm) for layer in self.layers]  # type: ignore[misc]
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, *, kv_caches: list[torch.Tensor], attention_metadata: Any
+    ) -> torch.Tensor:
+        residual = self.embed_tokens.forward(input_ids)
+        rotation = self.rotary.gather(positions, residual.dtype)
+        added: torch.Tensor | None = None
+        for (layer, norm), kv_cache in zip(self.plan, kv_caches, strict=True):
+            normed = norm.forward(residual) if added is None else norm.add_and_norm(added, residual)
+            added = layer.forward(normed, residual, rotation, kv_cache, attention_metadata)
+        assert added is not None  # a config has at least one layer
+        return self.norm.add_and_norm(added, residual)
+
+
+class DecoderForCausalLM(CausalLM):
+    """`Decoder` and a head over the vocabulary, tied to the embedding or not."""
+
+    packed_modules_mapping: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+        "gate_up_proj": ("gate_proj", "up_proj"),
+    }
+
+    def __init__(self, config: DecoderConfig, *, attention_backend: AttentionBackend, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.config = config
+        self.num_layers = config.num_layers
+        self.model = Decoder(config, attention_backend, dtype=dtype, device=device)
+        if config.tie_word_embeddings:
+            self.lm_head = self.model.embed_tokens
+        else:
+            self.lm_head = TokenEmbedding(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+
+    @classmethod
+    def build(cls, config: DecoderConfig, *, attention_backend: AttentionBackend, dtype: torch.dtype, device: torch.device) -> CausalLM:
+        return cls(config, attention_backend=attention_backend, dtype=dtype, device=device)
+
+    def load_weights(self, tensors: Iterable[StoredTensor]) -> None:
+        assigner = WeightAssigner(self, self.packed_modules_mapping)
+        for stored in tensors:
+            # Some checkpoints repeat what follows from the config: the tied head, the rotary frequencies.
+            if stored.name.endswith("rotary_emb.inv_freq") or (self.config.tie_word_embeddings and stored.name == "lm_head.weight"):
+                continue
+            assigner.assign(stored)
+        assigner.check_complete()
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        kv_caches: list[torch.Tensor],
+        attention_metadata: Any,
+    ) -> torch.Tensor:
+        return self.model.forward(input_ids, positions, kv_caches=kv_caches, attention_metadata=attention_metadata)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.lm_head.score(hidden)

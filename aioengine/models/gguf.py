@@ -1,0 +1,320 @@
+"""GGUF files: the header, and memory-mapped tensors under the names that transformers gives them.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Constants and the less common block formats come from
+the `gguf` package; its `GGUFReader` is not used, because it builds an array object for every token of the vocabulary,
+which takes seconds. Every read is checked against the file's size, so a truncated file is an error that says where.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from aioengine.errors import ModelError
+from aioengine.layers.weight_format import PackedRows
+from aioengine.models.dequantize import dequantize_into, plain_dtype
+
+Scalar = int | float | bool | str
+Value = Scalar | list[Scalar] | int
+
+# GGUF's architecture -> transformers' class and model type
+ARCHITECTURES: Mapping[str, str] = MappingProxyType({"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"})
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_MAX_ITEMS = 1 << 24  # more metadata keys, tensors or array items than any real file has: the header is garbage
+_DEFAULT_ALIGNMENT = 32
+_SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+
+_TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+# Read into the config when the file is converted (Llama 3's long-context frequencies).
+ROPE_FACTORS = "rope_freqs.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    name: str
+    shape: tuple[int, ...]  # rows first, as in torch
+    kind: GGMLQuantizationType
+    start: int  # bytes from the start of the file
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFHeader:
+    """metadata: every scalar and every array of numbers; of an array of strings only its length."""
+
+    path: Path
+    metadata: Mapping[str, Value]
+    tensors: tuple[TensorInfo, ...]
+
+    @property
+    def architecture(self) -> str:
+        return str(self.metadata["general.architecture"])
+
+    def number(self, key: str) -> int | None:
+        """An integer under the architecture's prefix, such as "attention.head_count"; None if absent or an array."""
+        value = self.metadata.get(f"{self.architecture}.{key}")
+        return value if isinstance(value, int) else None
+
+
+def split_files(path: Path) -> tuple[Path, ...]:
+    """All files of a model split as "name-00001-of-00003.gguf"; `path` alone if it is not split. Raises ModelError for a hole."""
+    match = _SPLIT.search(path.name)
+    if match is None:
+        return (path,)
+    total = int(match[2])
+    files = tuple(path.with_name(f"{path.name[: match.start()]}-{i:05d}-of-{total:05d}.gguf") for i in range(1, total + 1))
+    for file in files:
+        if not file.is_file():
+            raise ModelError(f"{path.name} is one of {total} files; {file} is missing")
+    return files
+
+
+def read_header(path: Path) -> GGUFHeader:
+    """Parse a file's header. Raises ModelError if it is no GGUF file, truncated anywhere, or inconsistent."""
+    return _parse_header(path, _map_file(path))
+
+
+class GGUFFile:
+    """A mapped file. Tensors are read from the page cache when asked for, and hold the mapping open."""
+
+    def __init__(self, path: Path) -> None:
+        self._mapped = _map_file(path)
+        self.header = _parse_header(path, self._mapped)
+        self._bytes = torch.frombuffer(self._mapped, dtype=torch.uint8)  # [file size]
+
+    def raw(self, info: TensorInfo) -> torch.Tensor:
+        """The stored bytes as [rows, bytes_per_row] uint8; a vector is one row."""
+        rows = info.shape[0] if len(info.shape) > 1 else 1
+        return self._bytes[info.start : info.start + info.num_bytes].view(rows, -1)
+
+    def tensors(self) -> Iterator[GGUFTensor]:
+        """Every weight, renamed. Raises ModelError for a tensor that no supported architecture has."""
+        for info in self.header.tensors:
+            if info.name != ROPE_FACTORS:
+                yield GGUFTensor(self, info, transformers_name(info.name, self.header.path), self._heads_to_unpermute(info))
+
+    def _heads_to_unpermute(self, info: TensorInfo) -> int:
+        """How many heads' rows to put back in order; 0: none.
+
+        llama.cpp turns adjacent dimensions of a head (its architecture "llama"), transformers turns i with i + dim/2, so
+        llama.cpp's converter interleaves the rows of queries and keys.
+        """
+        if self.header.architecture != "llama":
+            return 0
+        part = info.name.split(".")[-2]
+        heads = self.header.number("attention.head_count") or 0
+        if part == "attn_q":
+            return heads
+        return (self.header.number("attention.head_count_kv") or heads) if part == "attn_k" else 0
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFTensor:
+    """A `StoredTensor` of a GGUF file."""
+
+    file: GGUFFile
+    info: TensorInfo
+    name: str
+    permuted_heads: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.info.shape
+
+    def read_into(self, out: torch.Tensor) -> None:
+        if len(self.shape) > 1:
+            dequantize_into(self._rows(), self.info.kind, out)
+        elif self.permuted_heads:  # a bias: its numbers are rows
+            flat = torch.empty(1, self.shape[0])
+            dequantize_into(self.file.raw(self.info), self.info.kind, flat)
+            out.copy_(_unpermute(flat.view(-1, 1), self.permuted_heads).view(-1))
+        else:
+            dequantize_into(self.file.raw(self.info), self.info.kind, out.view(1, -1))
+
+    def read_packed(self) -> PackedRows | None:
+        if len(self.shape) == 1 or plain_dtype(self.info.kind) is not None:
+            return None
+        return PackedRows(kind=self.info.kind.name, data=self._rows())
+
+    def _rows(self) -> torch.Tensor:
+        """[rows, bytes_per_row] uint8 in transformers' order; blocks run along a row, so rows move whole."""
+        rows = self.file.raw(self.info)
+        return _unpermute(rows, self.permuted_heads) if self.permuted_heads else rows
+
+
+def read_vector(file: GGUFFile, info: TensorInfo) -> torch.Tensor:
+    """A one-dimensional tensor as float32."""
+    out = torch.empty(info.shape)
+    dequantize_into(file.raw(info), info.kind, out.view(1, -1))
+    return out
+
+
+def _unpermute(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """[heads * (dim/2) * 2, width] -> [heads * 2 * (dim/2), width]."""
+    return rows.view(heads, -1, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
+
+
+def transformers_name(name: str, path: Path) -> str:
+    """ "blk.3.attn_q.weight" -> "model.layers.3.self_attn.q_proj.weight". Raises ModelError for an unknown name."""
+    base, _, kind = name.rpartition(".")
+    if base in _TOP_NAMES:
+        return f"{_TOP_NAMES[base]}.{kind}"
+    prefix, _, rest = base.partition(".")
+    layer, _, part = rest.partition(".")
+    if prefix != "blk" or part not in _LAYER_NAMES:
+        raise ModelError(f"{path}: tensor {name!r} belongs to a kind of model that is not supported")
+    return f"model.layers.{layer}.{_LAYER_NAMES[part]}.{kind}"
+
+
+def _map_file(path: Path) -> mmap.mmap:
+    try:
+        with path.open("rb") as file:
+            # Copy on write: torch warns about tensors over read-only memory. Nothing writes to it.
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except (OSError, ValueError) as error:  # ValueError: an empty file
+        raise ModelError(f"cannot read {path}: {error}") from error
+
+
+class _Cursor:
+    """Reads little-endian values in order; running off the end is a ModelError that says where."""
+
+    def __init__(self, data: mmap.mmap, path: Path) -> None:
+        self.data = data
+        self.size = len(data)
+        self.path = path
+        self.at = 0
+
+    def advance(self, count: int) -> int:
+        start = self.at
+        self.at = start + count
+        if self.at > self.size:
+            raise ModelError(f"{self.path} is truncated: the header needs byte {self.at}, the file has {self.size}")
+        return start
+
+    def scalar(self, code: str) -> int | float | bool:
+        layout = struct.Struct("<" + code)
+        (value,) = layout.unpack_from(self.data, self.advance(layout.size))
+        assert isinstance(value, int | float | bool)
+        return value
+
+    def count(self, code: str, what: str) -> int:
+        value = int(self.scalar(code))
+        if value > _MAX_ITEMS:
+            raise ModelError(f"{self.path} is damaged: {value} {what} at byte {self.at}")
+        return value
+
+    def string(self) -> str:
+        length = int(self.scalar("Q"))
+        start = self.advance(length)
+        try:
+            return self.data[start : self.at].decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ModelError(f"{self.path} is damaged: the string at byte {start} is not UTF-8") from error
+
+    def skip_strings(self, count: int) -> None:
+        """A vocabulary: 50,000 to 250,000 strings that only the tokenizer's conversion needs."""
+        unpack, data, at, end = struct.Struct("<Q").unpack_from, self.data, self.at, self.size - 8
+        for _ in range(count):
+            if at > end:
+                self.at = at
+                self.advance(8)
+            at += 8 + unpack(data, at)[0]
+        self.at = at
+        self.advance(0)
+
+    def value(self) -> Value:
+        kind = self.scalar("I")
+        if kind == _STRING:
+            return self.string()
+        if kind != _ARRAY:
+            return self.scalar(self._code(kind))
+        item = self.scalar("I")
+        count = self.count("Q", "array items")
+        if item == _STRING:
+            self.skip_strings(count)
+            return count
+        layout = struct.Struct(f"<{count}{self._code(item)}")
+        return list(layout.unpack_from(self.data, self.advance(layout.size)))
+
+    def _code(self, kind: float) -> str:
+        code = _SCALARS.get(int(kind))
+        if code is None:
+            raise ModelError(f"{self.path} is damaged: unknown value type {kind} at byte {self.at}")
+        return code
+
+
+def _parse_header(path: Path, data: mmap.mmap) -> GGUFHeader:
+    cursor = _Cursor(data, path)
+    magic = data[:4]
+    if magic != b"GGUF":
+        raise ModelError(f"{path} is not a GGUF file: it starts with {magic!r}, not b'GGUF'")
+    cursor.advance(4)
+    version = int(cursor.scalar("I"))
+    if version not in (2, 3):
+        raise ModelError(f"{path}: GGUF version {version} is not supported (2 and 3, little-endian, are)")
+    num_tensors, num_keys = cursor.count("Q", "tensors"), cursor.count("Q", "metadata keys")
+    metadata: dict[str, Value] = {}
+    for _ in range(num_keys):
+        key = cursor.string()
+        metadata[key] = cursor.value()
+    if not isinstance(metadata.get("general.architecture"), str):
+        raise ModelError(f"{path} does not name its architecture (general.architecture)")
+    relative = [_read_info(cursor) for _ in range(num_tensors)]
+    alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise ModelError(f"{path} is damaged: general.alignment is {alignment!r}")
+    start = -(-cursor.at // alignment) * alignment
+    tensors = tuple(_place(path, info, start, len(data)) for info in relative)
+    return GGUFHeader(path, MappingProxyType(metadata), tensors)
+
+
+def _read_info(cursor: _Cursor) -> TensorInfo:
+    name = cursor.string()
+    dimensions = int(cursor.scalar("I"))
+    if not 1 <= dimensions <= 4:
+        raise ModelError(f"{cursor.path} is damaged: tensor {name!r} has {dimensions} dimensions")
+    shape = tuple(int(cursor.scalar("Q")) for _ in range(dimensions))[::-1]
+    number = int(cursor.scalar("I"))
+    offset = int(cursor.scalar("Q"))
+    try:
+        kind = GGMLQuantizationType(number)
+    except ValueError:
+        raise ModelError(f"{cursor.path}: tensor {name!r} has the unknown type {number}") from None
+    block_size, block_bytes = GGML_QUANT_SIZES[kind]
+    if shape[-1] % block_size:
+        raise ModelError(f"{cursor.path}: tensor {name!r} has rows of {shape[-1]}, not a multiple of the {kind.name} block of {block_size}")
+    count = 1
+    for size in shape:
+        count *= size
+    return TensorInfo(name, shape, kind, offset, count // block_size * block_bytes)
+
+
+def _place(path: Path, info: TensorInfo, data_start: int, file_size: int) -> TensorInfo:
+    """Turn the offset from the data section's start into one from the file's, within the file."""
+    start = data_start + info.start
+    if start + info.num_bytes > file_size:
+        raise ModelError(f"{path} is truncated: tensor {info.name!r} ends at byte {start + info.num_bytes}, the file has {file_size}")
+    return TensorInfo(info.name, info.shape, info.kind, start, info.num_bytes)

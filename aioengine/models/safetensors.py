@@ -1,0 +1,72 @@
+"""safetensors checkpoints: one file or several with an index, memory-mapped by the `safetensors` package."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from aioengine.errors import ModelError
+from aioengine.layers.weight_format import PackedRows
+from aioengine.models.json_file import read_json
+
+INDEX_NAME = "model.safetensors.index.json"
+
+
+def find_safetensors(folder: Path) -> tuple[Path, ...]:
+    """The weight files of a folder: those the index lists, else model.safetensors, else the only one there.
+
+    Empty if there is none. Raises ModelError if the index names a file that is missing.
+    """
+    index = folder / INDEX_NAME
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ModelError(f"{index} has no weight_map")
+        files = tuple(folder / str(name) for name in sorted(set(weight_map.values())))
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise ModelError(f"{folder} lacks {', '.join(missing)}, which {INDEX_NAME} lists")
+        return files
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return (single,)
+    found = sorted(folder.glob("*.safetensors"))
+    if len(found) > 1:
+        raise ModelError(f"{folder} has {len(found)} .safetensors files and no {INDEX_NAME} that says which belong together")
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsTensor:
+    """A `StoredTensor` of a safetensors file."""
+
+    handle: Any
+    name: str
+    shape: tuple[int, ...]
+    path: Path
+
+    def read_into(self, out: torch.Tensor) -> None:
+        stored: torch.Tensor = self.handle.get_tensor(self.name)
+        if not stored.is_floating_point():
+            raise ModelError(f"{self.path}: tensor {self.name} is stored as {stored.dtype}; quantized safetensors are not supported")
+        out.copy_(stored)
+
+    def read_packed(self) -> PackedRows | None:
+        return None
+
+
+def open_safetensors(path: Path) -> Iterator[SafetensorsTensor]:
+    """Every tensor of one file, not read yet. Raises ModelError for a damaged or truncated file."""
+    try:
+        handle: Any = safe_open(path, framework="pt", device="cpu")
+        names = list(handle.keys())
+        shapes = [tuple(handle.get_slice(name).get_shape()) for name in names]
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"cannot read {path}: {error}") from error
+    for name, shape in zip(names, shapes, strict=True):
+        yield SafetensorsTensor(handle, name, shape, path)

@@ -1,0 +1,69 @@
+"""Which checkpoint tensor goes where: names, fused parts, and the check that nothing is missing or left over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from aioengine.errors import ModelError
+from aioengine.layers.linear import Linear
+from aioengine.layers.weight_format import StoredTensor
+
+
+class WeightAssigner:
+    """Fills a model tensor by tensor.
+
+    packed: fused module -> the checkpoint's names of its parts, in row order.
+    """
+
+    def __init__(self, model: nn.Module, packed: Mapping[str, tuple[str, ...]]) -> None:
+        self._modules = dict(model.named_modules())
+        self._parts = {part: (fused, index) for fused, parts in packed.items() for index, part in enumerate(parts)}
+        self._packed = packed
+        self._expected_names = frozenset(self._expected())
+        self._missing = set(self._expected_names)
+
+    def _expected(self) -> list[str]:
+        """The checkpoint's names of all tensors this model needs. A tied head is one module and appears once."""
+        names: list[str] = []
+        for path, module in self._modules.items():
+            parent, _, last = path.rpartition(".")
+            if isinstance(module, Linear):
+                sources = [f"{parent}.{part}" for part in self._packed[last]] if last in self._packed else [path]
+                names += [f"{source}.{kind}" for source in sources for kind in (("weight", "bias") if module.has_bias else ("weight",))]
+            else:
+                names += [f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)]
+        return names
+
+    def assign(self, stored: StoredTensor) -> None:
+        """Read one tensor into its place. Raises ModelError if there is none, it is taken, or the shape differs."""
+        if stored.name not in self._missing:
+            what = "appears twice" if stored.name in self._expected_names else "is none of this architecture's"
+            raise ModelError(f"tensor {stored.name} of the checkpoint {what}")
+        path, _, kind = stored.name.rpartition(".")
+        parent, _, last = path.rpartition(".")
+        fused, index = self._parts.get(last, (last, 0))
+        module = self._modules[f"{parent}.{fused}" if parent else fused]
+        if isinstance(module, Linear):
+            self._check_shape(stored, module.part_shape(kind, index))
+            module.load_part(kind, index, stored)
+        else:
+            parameter = getattr(module, kind)
+            assert isinstance(parameter, torch.Tensor)
+            self._check_shape(stored, tuple(parameter.shape))
+            stored.read_into(parameter.data)
+        self._missing.discard(stored.name)
+
+    def check_complete(self) -> None:
+        """Raise ModelError if a tensor never came."""
+        if self._missing:
+            first = sorted(self._missing)[:3]
+            more = f" and {len(self._missing) - len(first)} more" if len(self._missing) > len(first) else ""
+            raise ModelError(f"the checkpoint lacks {', '.join(first)}{more}")
+
+    @staticmethod
+    def _check_shape(stored: StoredTensor, expected: tuple[int, ...] | None) -> None:
+        if stored.shape != expected:
+            raise ModelError(f"tensor {stored.name} has shape {list(stored.shape)}, config.json implies {list(expected or ())}")

@@ -1,0 +1,1 @@
+"""The workloads that aioengine is measured and tested with."""

@@ -1,0 +1,217 @@
+"""Random tiny checkpoints, and the plainest attention backend that satisfies the contract."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from aioengine.attention.base import AttentionBackend, AttentionBatch, AttentionConfig
+from aioengine.models.base import CausalLM
+from aioengine.models.files import ModelFiles, read_model_info
+from aioengine.models.loader import load_model
+from aioengine.models.safetensors import find_safetensors
+
+VOCAB = 96
+CPU = torch.device("cpu")
+
+
+class DenseBackend(AttentionBackend):
+    """One request, one sequence: the cache is a plain [2, max_tokens, kv_heads, head_dim] array, block size 1."""
+
+    name = "dense-test"
+
+    @classmethod
+    def supports(cls, config: AttentionConfig, device: torch.device) -> str | None:
+        return None
+
+    def allocate_kv_cache(self, num_blocks: int, device: torch.device) -> torch.Tensor:
+        return torch.zeros(2, num_blocks, self.config.num_kv_heads, self.config.head_dim, dtype=self.config.kv_cache_dtype, device=device)
+
+    def kv_cache_bytes_per_block(self) -> int:
+        return 2 * 4 * self.config.num_kv_heads * self.config.head_dim
+
+    def build_metadata(self, batch: AttentionBatch) -> Any:
+        return int(batch.seq_lens_np[0]), batch.num_tokens
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, kv_cache: torch.Tensor, metadata: Any, scale: float
+    ) -> torch.Tensor:
+        end, count = metadata
+        kv_cache[0, end - count : end], kv_cache[1, end - count : end] = key, value
+        group = self.config.num_heads // self.config.num_kv_heads
+        keys, values = (cache[:end].repeat_interleave(group, dim=1) for cache in kv_cache)
+        scores = torch.einsum("qhd,khd->hqk", query, keys) * scale
+        distance = torch.arange(end - count, end)[:, None] - torch.arange(end)[None]
+        hidden = distance < 0
+        if self.config.sliding_window is not None:
+            hidden |= distance >= self.config.sliding_window
+        return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
+
+    def zero_blocks(self, kv_cache: torch.Tensor, block_ids: list[int]) -> None:
+        kv_cache[:, block_ids] = 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A family's tiny config; sizes are odd on purpose where the family allows it."""
+
+    config: PreTrainedConfig
+    model_class: type[PreTrainedModel]
+
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+def cases() -> dict[str, Case]:
+    def llama(**more: Any) -> Case:
+        return Case(LlamaConfig(**{**_SHAPE, **more}), LlamaForCausalLM)
+
+    return {
+        "llama": llama(),
+        "llama-tied": llama(tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 100000.0}),
+        "llama-bias": llama(attention_bias=True, mlp_bias=True, num_key_value_heads=4),
+        "llama-head-dim": llama(head_dim=32),
+        "llama3-rope": llama(rope_parameters=_LLAMA3),
+        "llama-linear": llama(rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5}),
+        "llama-yarn": llama(rope_parameters=_YARN),
+        "llama-dynamic": llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}),
+        "mistral": Case(MistralConfig(**_SHAPE, sliding_window=None), MistralForCausalLM),
+        "mistral-window": Case(MistralConfig(**_SHAPE, sliding_window=7), MistralForCausalLM),
+        "qwen2": Case(Qwen2Config(**_SHAPE), Qwen2ForCausalLM),
+        "qwen2-tied": Case(Qwen2Config(**_SHAPE, tie_word_embeddings=True), Qwen2ForCausalLM),
+        "qwen2-window": Case(Qwen2Config(**_SHAPE, use_sliding_window=True, sliding_window=9, max_window_layers=0), Qwen2ForCausalLM),
+        "qwen3": Case(Qwen3Config(**_SHAPE, head_dim=32), Qwen3ForCausalLM),
+        "qwen3-tied": Case(Qwen3Config(**_SHAPE, head_dim=16, tie_word_embeddings=True), Qwen3ForCausalLM),
+    }
+
+
+def random_model(case: Case) -> PreTrainedModel:
+    """Weights wide enough that a wrong rotation, mask or norm moves the logits by far more than rounding."""
+    torch.manual_seed(11)
+    model: PreTrainedModel = case.model_class(case.config)
+    model.eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.15 + (1.0 if "norm" in name else 0.0))
+    return model
+
+
+def load_reference(folder: Path, **options: Any) -> PreTrainedModel:
+    """A checkpoint as transformers reads it, in float32."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+    return model
+
+
+def reference_from_gguf(files: ModelFiles) -> PreTrainedModel:
+    """A Llama GGUF file as a transformers model in float32, read with the gguf package's own reader and names.
+
+    (transformers reads GGUF weights only where accelerate is installed.)
+    """
+    config = AutoConfig.from_pretrained(files.folder)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    stored = {tensor.name: tensor for path in files.weights for tensor in gguf.GGUFReader(path).tensors}
+    reference = LlamaForCausalLM(config)
+    state: dict[str, torch.Tensor] = {}
+    for name in reference.state_dict():
+        key = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        tensor = stored.get(key or "", stored["token_embd.weight"] if name == "lm_head.weight" else None)
+        assert tensor is not None, name
+        weights = torch.from_numpy(np.array(gguf.dequantize(tensor.data, tensor.tensor_type)))
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
+        if heads:  # llama.cpp rotates neighbours, transformers halves
+            weights = torch.cat([part.view(-1, 2, part.shape[1]).swapaxes(0, 1).flatten(0, 1) for part in weights.chunk(heads)])
+        state[name] = weights
+    reference.load_state_dict(state)
+    reference.eval()
+    return reference
+
+
+def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def load_ours(files: ModelFiles, dtype: torch.dtype = torch.float32) -> CausalLM:
+    info = read_model_info(files)
+    config = AttentionConfig(
+        num_heads=info.num_heads,
+        num_kv_heads=info.num_kv_heads,
+        head_dim=info.head_dim,
+        block_size=1,
+        dtype=dtype,
+        kv_cache_dtype=dtype,
+        sliding_window=info.sliding_window,
+    )
+    return load_model(files, info=info, device=CPU, dtype=dtype, attention_backend=DenseBackend(config))
+
+
+def logits_of(model: CausalLM, token_ids: torch.Tensor, *, chunks: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Logits of every position, [n, vocab]; the sequence computed in steps of the given sizes, or at once."""
+    total = len(token_ids)
+    caches: list[torch.Tensor] | None = None
+    rows, start = [], 0
+    with torch.inference_mode():
+        for size in chunks or (total,):
+            attention = model.model.layers[0].self_attn.attn.backend  # type: ignore[union-attr,index]
+            assert isinstance(attention, DenseBackend)
+            if caches is None:
+                caches = [attention.allocate_kv_cache(total, CPU) for _ in range(model.num_layers)]
+            positions = torch.arange(start, start + size)
+            hidden = model.forward(token_ids[start : start + size], positions, kv_caches=caches, attention_metadata=(start + size, size))
+            rows.append(model.compute_logits(hidden))
+            start += size
+    return torch.cat(rows)
+
+
+def reference_logits(model: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        logits: torch.Tensor = model(input_ids=token_ids[None]).logits[0]
+    return logits
+
+
+def some_tokens(count: int = 41) -> torch.Tensor:
+    return torch.randint(0, VOCAB, (count,), generator=torch.Generator().manual_seed(5))
+
+
+def save(model: PreTrainedModel, folder: Path, **options: Any) -> ModelFiles:
+    """Write a transformers model into a folder."""
+    model.save_pretrained(folder, **options)
+    return ModelFiles(name=str(folder), folder=folder, weights=find_safetensors(folder), format="safetensors")
