@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from aioengine.errors import InvalidRequestError
@@ -57,17 +58,16 @@ class SamplingParams:
     seed: int | None = None
     max_tokens: int | None = 16
     min_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: str | Sequence[str] | None = ()  # a tuple once built
+    stop_token_ids: Sequence[int] = ()  # a tuple once built
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "stop", self.stop_strings)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         self._check_numbers()
         self._check_stops()
         if GREEDY_TEMPERATURE <= self.temperature < MIN_TEMPERATURE:
@@ -96,10 +96,15 @@ class SamplingParams:
             )
 
     def _check_stops(self) -> None:
-        for text in self.stop:
+        for text in self.stop_strings:
             _require(isinstance(text, str) and text != "", f"stop must hold non-empty strings, got {text!r}")
         for token_id in self.stop_token_ids:
             _require(_whole(token_id) and token_id >= 0, f"stop_token_ids must hold integers >= 0, got {token_id!r}")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as it is once built, whatever form it was given in."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def is_greedy(self) -> bool:

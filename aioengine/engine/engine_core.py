@@ -1,0 +1,375 @@
+"""The overlapped step loop: one asyncio task that owns the scheduler and the executor and knows nothing about text."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from aioengine.core.invariants import check_scheduler
+from aioengine.core.scheduler import Scheduler
+from aioengine.core.scheduler_output import SchedulerOutput, SchedulerStats
+from aioengine.engine.failure_report import describe_event, describe_output
+from aioengine.errors import EngineDeadError
+from aioengine.events.bus import StepBus
+from aioengine.events.step_event import EngineSnapshot, Event, FinishedInfo, RequestInfo, RequestSnapshot, StepEvent, StepResultEvent
+from aioengine.executor.base import Executor
+from aioengine.outputs import EngineCoreOutput, FinishReason, ModelRunnerOutput
+from aioengine.request import Request, RequestStatus
+
+logger = logging.getLogger(__name__)
+
+_NUM_EVENTS_KEPT = 32  # for the log of a failing step
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEnd:
+    """A request that the output side ends: a stop string was found, or its output could not be processed."""
+
+    request_id: str
+    status: RequestStatus
+    stop_reason: int | str | None = None
+
+
+OutputCallback = Callable[[list[EngineCoreOutput]], Sequence[RequestEnd]]
+"""Takes the outputs of one step, in the loop and without waiting; returns the requests to end because of them."""
+
+FailureCallback = Callable[[BaseException], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _StepInFlight:
+    output: SchedulerOutput
+    execute: Future[None]
+    sample: Future[ModelRunnerOutput]
+
+    def is_ready(self) -> bool:
+        return self.sample.done() or self._execute_failed()
+
+    def result(self) -> ModelRunnerOutput:
+        # After a failed forward the sampler fails too, or never returns: the forward's error is the cause of both.
+        if self._execute_failed():
+            self.execute.result()
+        return self.sample.result()
+
+    def _execute_failed(self) -> bool:
+        return self.execute.done() and (self.execute.cancelled() or self.execute.exception() is not None)
+
+
+class EngineCore:
+    """Schedules, executes, samples and updates, with up to `max_concurrent_batches` steps in flight.
+
+    Everything here runs in one event loop. Adding and ending requests takes effect at once: the loop's task waits
+    nowhere but between two calls of the scheduler, so a request that ends while its step is in flight is gone before
+    that step's tokens are taken in. With nothing to do the task sleeps on an event and uses no CPU.
+
+    When anything in a step raises, the failure is logged, handed to `on_failure`, and the core stays dead.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        *,
+        bus: StepBus,
+        on_outputs: OutputCallback,
+        on_failure: FailureCallback,
+        check_invariants: bool = False,
+    ) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.bus = bus
+        self._max_concurrent_batches = scheduler.config.max_concurrent_batches
+        self._token_budget = scheduler.config.max_num_batched_tokens
+        self._on_outputs = on_outputs
+        self._on_failure = on_failure
+        self._check_invariants = check_invariants
+
+        self._in_flight: deque[_StepInFlight] = deque()
+        self._wake_up = asyncio.Event()  # a request came or went, or the worker has a result
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._error: BaseException | None = None
+        self._stopped = False
+        self._current: SchedulerOutput | None = None  # the step that is being handled, for the log of a failure
+        self._recent_events: deque[Event] = deque(maxlen=_NUM_EVENTS_KEPT)
+        self._requests: dict[str, Request] = {}  # the live ones; the scheduler forgets those that it ends itself
+        # Not yet published: each goes out once, with the next event that can carry it.
+        self._added: list[RequestInfo] = []
+        self._finished: list[FinishedInfo] = []
+
+    # ------------------------------------------------------------------ life
+    def start(self) -> None:
+        """Start the loop's task in the running event loop."""
+        assert self._task is None, "a core is started once"
+        self._loop = asyncio.get_running_loop()
+        self._task = self._loop.create_task(self._run(), name="aioengine-core")
+
+    async def stop(self) -> None:
+        """End all requests and the loop's task. Steps in flight are left to the executor's shutdown."""
+        if not self._stopped and self._error is None:
+            self._stopped = True
+            self.finish_requests(list(self.scheduler.requests), RequestStatus.FINISHED_ABORTED)
+            self._publish(self.make_snapshot())
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    @property
+    def is_idle(self) -> bool:
+        """No request lives, no step is in flight, and the worker has forgotten whatever ended."""
+        return not self._in_flight and not self.scheduler.has_work
+
+    @property
+    def error(self) -> BaseException | None:
+        """What the core died of, if it did."""
+        return self._error
+
+    def check_health(self) -> None:
+        """Raise EngineDeadError if no further step can be taken."""
+        if self._error is not None:
+            raise EngineDeadError(f"the engine died of {type(self._error).__name__}: {self._error}") from self._error
+        if self._stopped:
+            raise EngineDeadError("the engine was shut down")
+        self.executor.check_health()
+
+    # ------------------------------------------------------------------ requests in and out
+    def add_request(self, request: Request, *, prompt: str | None = None) -> None:
+        """Hand a request to the scheduler. Raises InvalidRequestError if it cannot run, EngineDeadError if nothing can."""
+        self.check_health()
+        self.scheduler.add_request(request)
+        self._requests[request.request_id] = request
+        self._added.append(
+            RequestInfo(
+                request_id=request.request_id,
+                num_prompt_tokens=request.num_prompt_tokens,
+                max_tokens=request.max_tokens,
+                arrival_time=request.arrival_time,
+                priority=request.priority,
+                prompt=prompt,
+            )
+        )
+        self._wake_up.set()
+
+    def knows(self, request_id: str) -> bool:
+        """The id is in use: by a live request, or by one that the worker has not forgotten yet."""
+        return request_id in self.scheduler.requests or self.scheduler.is_lingering(request_id)
+
+    def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> list[str]:
+        """End requests at once; unknown and ended ids are ignored. Returns the ids that this call ended."""
+        if self._error is not None:
+            return []  # the scheduler stays as the failure left it
+        return self._finish([RequestEnd(request_id, status) for request_id in request_ids])
+
+    def _finish(self, ends: Sequence[RequestEnd]) -> list[str]:
+        ended: list[str] = []
+        for end in ends:
+            for request in self.scheduler.finish_requests([end.request_id], end.status):
+                reason = end.status.finish_reason
+                assert reason is not None
+                self._note_finished(request.request_id, reason, end.stop_reason)
+                ended.append(request.request_id)
+        if ended:
+            self._wake_up.set()
+        return ended
+
+    # ------------------------------------------------------------------ the loop
+    async def _run(self) -> None:
+        try:
+            while True:
+                await self._run_until_idle()
+                self._wake_up.clear()  # what it was set for is done
+                self._become_idle()
+                await self._wait()
+        except asyncio.CancelledError:
+            if not self._stopped:  # the event loop is being torn down around us: let nobody wait for tokens
+                self._die(EngineDeadError("the engine's task was cancelled"))
+            raise
+        except Exception as exc:
+            self._log_failure(exc)
+            self._die(exc)
+
+    async def _run_until_idle(self) -> None:
+        while True:
+            while len(self._in_flight) < self._max_concurrent_batches and self._schedule_step():
+                pass
+            if not self._in_flight:
+                if not self.scheduler.has_work:
+                    return
+                raise AssertionError("requests wait, no step is in flight, and the scheduler has nothing to run")
+            step = self._in_flight[0]
+            if step.is_ready():
+                # Other coroutines get their turn after each step, also when the worker is faster than this loop.
+                await asyncio.sleep(0)
+            else:
+                await self._wait()
+                if not step.is_ready():
+                    continue  # a request came or went: there may be a step to schedule
+            self._in_flight.popleft()
+            self._update_step(step)
+
+    async def _wait(self) -> None:
+        await self._wake_up.wait()
+        self._wake_up.clear()
+
+    def _schedule_step(self) -> bool:
+        """Schedule a step and enqueue it on the worker; False if there is nothing to schedule."""
+        schedule_start = time.perf_counter()
+        output = self.scheduler.schedule()
+        schedule_end = time.perf_counter()
+        if output is None:
+            return False
+        self._current = output
+        execute = self.executor.execute_model(output)
+        sample = self.executor.sample_tokens()
+        self._in_flight.append(_StepInFlight(output, execute, sample))
+        execute.add_done_callback(self._on_execute_done)
+        sample.add_done_callback(self._on_worker_done)
+        report = self.scheduler.take_report()
+        added, self._added = self._added, []
+        finished, self._finished = self._finished, []
+        self._publish(
+            StepEvent(
+                step_id=output.step_id,
+                time=schedule_end,
+                output=output,
+                stats=self.scheduler.make_stats(),
+                admission_stop=report.admission_stop,
+                token_budget=self._token_budget,
+                block_changes=report.block_changes,
+                queue_depth=len(self._in_flight),
+                schedule_start=schedule_start,
+                schedule_end=schedule_end,
+                added=added,
+                finished=finished,
+            )
+        )
+        return True
+
+    def _update_step(self, step: _StepInFlight) -> None:
+        """Take in the tokens of the oldest step and pass them on."""
+        self._current = step.output
+        result = step.result()
+        update_start = time.perf_counter()
+        outputs = self.scheduler.update_from_output(step.output, result)
+        update_end = time.perf_counter()
+        ends = self._on_outputs(outputs)
+        self._collect_finished(outputs, ends)
+        self._finish(ends)
+        timing = result.timing
+        finished, self._finished = self._finished, []
+        self._publish(
+            StepResultEvent(
+                step_id=step.output.step_id,
+                time=update_end,
+                num_new_tokens={output.request_id: len(output.new_token_ids) for output in outputs},
+                stats=self.scheduler.make_stats(),
+                block_changes=self.scheduler.take_report().block_changes,
+                queue_depth=len(self._in_flight),
+                execute_start=timing.execute_start if timing else None,
+                execute_end=timing.execute_end if timing else None,
+                sample_start=timing.sample_start if timing else None,
+                sample_end=timing.sample_end if timing else None,
+                update_start=update_start,
+                update_end=update_end,
+                finished=finished,
+            )
+        )
+        self._current = None
+
+    def _collect_finished(self, outputs: list[EngineCoreOutput], ends: Sequence[RequestEnd]) -> None:
+        """Note the requests that the scheduler itself ended, by a stop token or the length.
+
+        A stop string in the text of the last token goes before: it is what the user is told too.
+        """
+        by_id = {end.request_id: end for end in ends}
+        for output in outputs:
+            if output.finish_reason is None:
+                continue
+            reason, stop_reason = output.finish_reason, output.stop_reason
+            end = by_id.get(output.request_id)
+            if end is not None and end.status.finish_reason is not None:
+                reason, stop_reason = end.status.finish_reason, end.stop_reason
+            self._note_finished(output.request_id, reason, stop_reason)
+
+    def _note_finished(self, request_id: str, reason: FinishReason, stop_reason: int | str | None) -> None:
+        request = self._requests.pop(request_id)
+        self._finished.append(FinishedInfo(request_id, reason, request.num_output_tokens, stop_reason))
+
+    def _become_idle(self) -> None:
+        if self._check_invariants:
+            check_scheduler(self.scheduler)
+        if self._added or self._finished:
+            # A request came and went without a step, so no StepEvent follows: observers must not go on showing it.
+            self._publish(self.make_snapshot())
+
+    # ------------------------------------------------------------------ called in the worker's thread
+    def _on_execute_done(self, future: Future[None]) -> None:
+        if future.cancelled() or future.exception() is not None:
+            self._notify()
+
+    def _on_worker_done(self, _: Future[ModelRunnerOutput]) -> None:
+        self._notify()
+
+    def _notify(self) -> None:
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the event loop was closed with steps in flight: nobody waits any more
+            self._loop.call_soon_threadsafe(self._wake_up.set)
+
+    # ------------------------------------------------------------------ what others may know
+    def _publish(self, event: Event) -> None:
+        self._recent_events.append(event)
+        self.bus.publish(event)
+
+    def make_stats(self) -> SchedulerStats:
+        return self.scheduler.make_stats()
+
+    def make_snapshot(self) -> EngineSnapshot:
+        """The full state, as it stands between two calls of the scheduler."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        return EngineSnapshot(
+            step_id=self.scheduler.last_step_id,
+            time=time.perf_counter(),
+            stats=self.scheduler.make_stats(),
+            requests=[_snapshot_request(request) for request in self.scheduler.requests.values()],
+            cached_block_ids=[block_id for block_id, block_hash in enumerate(pool.block_hash) if block_hash is not None],
+        )
+
+    # ------------------------------------------------------------------ failure
+    def _log_failure(self, exc: BaseException) -> None:
+        step = "no step" if self._current is None else describe_output(self._current)
+        events = "\n".join(f"  {describe_event(event)}" for event in self._recent_events)
+        logger.error(
+            "the engine stops: %s: %s\nwhile it handled %s\nthe last %d events:\n%s",
+            type(exc).__name__,
+            exc,
+            step,
+            len(self._recent_events),
+            events,
+            exc_info=exc,
+        )
+
+    def _die(self, exc: BaseException) -> None:
+        self._error = exc
+        self._on_failure(exc)
+
+
+def _snapshot_request(request: Request) -> RequestSnapshot:
+    return RequestSnapshot(
+        request_id=request.request_id,
+        status=request.status.name,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_output_tokens=request.num_output_tokens,
+        num_computed_tokens=request.num_computed_tokens,
+        num_cached_tokens=request.num_cached_tokens,
+        max_tokens=request.max_tokens,
+        arrival_time=request.arrival_time,
+        num_preemptions=request.num_preemptions,
+        priority=request.priority,
+        block_ids=list(request.block_ids[0]),
+    )

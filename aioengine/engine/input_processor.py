@@ -1,0 +1,214 @@
+"""From what users pass to what the scheduler takes; everything that is wrong with a request is found here."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from aioengine.config import ModelInfo
+from aioengine.engine.detokenizer import TextTokenizer
+from aioengine.errors import InvalidRequestError
+from aioengine.sampling_params import SamplingParams
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+"""Text, token ids, or chat messages ({"role": ..., "content": ...})."""
+
+# Tokenising this many characters takes about a millisecond. Longer text goes to a thread: the loop has steps to schedule.
+_MAX_INLINE_CHARS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedInput:
+    """A request that is fit for the scheduler."""
+
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams  # max_tokens and seed are numbers
+    prompt: str | None  # the text that was tokenised
+
+
+class InputProcessor:
+    """Checks and completes requests. Raises InvalidRequestError naming the value and the limit.
+
+    max_tokens_limit: the most tokens that a prompt of so many tokens can be continued by (`Scheduler.max_tokens_limit`).
+    seed: of the generator that gives a seed to requests without one; None: the operating system's entropy.
+    """
+
+    def __init__(
+        self,
+        model_info: ModelInfo,
+        tokenizer: TextTokenizer | None,
+        *,
+        max_model_len: int,
+        max_tokens_limit: Callable[[int], int],
+        seed: int | None,
+    ) -> None:
+        self._vocab_size = model_info.vocab_size
+        self._model_name = model_info.name
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self._max_tokens_limit = max_tokens_limit
+        self._rng = random.Random(seed)
+
+    async def process(self, prompt: Prompt, sampling_params: SamplingParams | None) -> ProcessedInput:
+        """Check and complete one request; long text is tokenised in a thread."""
+        params = SamplingParams() if sampling_params is None else sampling_params
+        self._check_params(params)
+        if params.seed is None:
+            # Drawn before anything is awaited, so that a seeded engine gives seeds in the order of the calls.
+            params = dataclasses.replace(params, seed=self._rng.getrandbits(63))
+        text, token_ids = await self._tokenize(prompt)
+        self._check_token_ids(token_ids)
+        return ProcessedInput(token_ids, self._complete_params(params, len(token_ids)), text)
+
+    # ------------------------------------------------------------------ prompt -> token ids
+    async def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            if not prompt:
+                raise InvalidRequestError("the prompt is empty")
+            tokenizer = self._need_tokenizer("a text prompt")
+            return await _run(len(prompt), _encode_text, tokenizer, prompt)
+        items = _as_list(prompt)
+        if not items:
+            raise InvalidRequestError("the prompt is empty")
+        if any(isinstance(item, Mapping) for item in items):
+            num_chars = _check_messages(items)
+            tokenizer = self._need_tokenizer("chat messages")
+            if not tokenizer.has_chat_template:
+                raise InvalidRequestError(f"{self._model_name} has no chat template: pass text or token ids instead of messages")
+            return await _run(num_chars, _encode_chat, tokenizer, items)
+        return None, _as_token_ids(items)
+
+    def _need_tokenizer(self, what: str) -> TextTokenizer:
+        if self._tokenizer is None:
+            raise InvalidRequestError(f"{what} needs a tokenizer and this engine has none: pass token ids")
+        return self._tokenizer
+
+    def _check_token_ids(self, token_ids: list[int]) -> None:
+        if not token_ids:
+            raise InvalidRequestError("the prompt has no tokens")
+        most = self._max_model_len - 1
+        if len(token_ids) > most:
+            raise InvalidRequestError(
+                f"the prompt has {len(token_ids)} tokens, but at most {most} fit: "
+                f"max_model_len is {self._max_model_len} and at least one token is generated"
+            )
+        if min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
+            index, token_id = next((i, t) for i, t in enumerate(token_ids) if not 0 <= t < self._vocab_size)
+            raise InvalidRequestError(f"token id {token_id} at position {index} is not in the vocabulary of {self._vocab_size} ids")
+
+    # ------------------------------------------------------------------ sampling parameters
+    def _check_params(self, params: SamplingParams) -> None:
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(f"sampling_params must be SamplingParams or None, got {type(params).__name__}")
+        for token_id in params.stop_token_ids:
+            if token_id >= self._vocab_size:
+                raise InvalidRequestError(f"stop token id {token_id} is not in the vocabulary of {self._vocab_size} ids")
+        if params.stop_strings:
+            self._need_tokenizer(f"the stop string {params.stop_strings[0]!r}")
+
+    def _complete_params(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+        """Make max_tokens a number that max_model_len leaves room for; such a request ends with "length"."""
+        if params.max_tokens is not None:
+            max_tokens = min(params.max_tokens, self._max_model_len - num_prompt_tokens)
+        else:
+            # Below 1 the prompt itself does not fit into the KV cache, and the scheduler refuses it with the numbers.
+            max_tokens = max(1, self._max_tokens_limit(num_prompt_tokens))
+        if params.min_tokens > max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens is {params.min_tokens}, but after {num_prompt_tokens} prompt tokens there is room for {max_tokens}"
+            )
+        return dataclasses.replace(params, max_tokens=max_tokens)
+
+
+def check_request_options(request_id: object, priority: object, cache_salt: object) -> None:
+    """Check what comes with a prompt. Raises InvalidRequestError."""
+    if request_id is not None:
+        if not isinstance(request_id, str) or not request_id:
+            raise InvalidRequestError(f"request_id must be a non-empty string or None, got {request_id!r}")
+        check_unicode("request_id", request_id)
+    if not isinstance(priority, int) or isinstance(priority, bool):
+        raise InvalidRequestError(f"priority must be an integer, got {priority!r}")
+    if cache_salt is not None:
+        if not isinstance(cache_salt, str):
+            raise InvalidRequestError(f"cache_salt must be a string or None, got {cache_salt!r}")
+        check_unicode("cache_salt", cache_salt)
+
+
+def check_unicode(what: str, text: str) -> None:
+    """Raise InvalidRequestError if `text` cannot be written as UTF-8 (it holds half of a surrogate pair)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as exc:
+        raise InvalidRequestError(f"{what} is not valid Unicode: {text[exc.start]!r} at position {exc.start}") from None
+
+
+async def _run(
+    num_chars: int, encode: Callable[[TextTokenizer, Any], tuple[str, list[int]]], tokenizer: TextTokenizer, prompt: Any
+) -> tuple[str, list[int]]:
+    if num_chars <= _MAX_INLINE_CHARS:
+        return encode(tokenizer, prompt)
+    return await asyncio.to_thread(encode, tokenizer, prompt)
+
+
+def _encode_text(tokenizer: TextTokenizer, text: str) -> tuple[str, list[int]]:
+    check_unicode("the prompt", text)
+    return text, _encode(tokenizer, text, add_special_tokens=True)
+
+
+def _encode_chat(tokenizer: TextTokenizer, messages: list[Mapping[str, str]]) -> tuple[str, list[int]]:
+    try:
+        text = tokenizer.apply_chat_template(messages)
+    except InvalidRequestError:
+        raise
+    except Exception as exc:  # templates refuse conversations (two user turns, an unknown role) with their own exceptions
+        raise InvalidRequestError(f"the chat template refused the messages: {exc}") from exc
+    check_unicode("the chat prompt", text)
+    # The template writes its own special tokens: adding them again would give two beginnings of text.
+    return text, _encode(tokenizer, text, add_special_tokens=False)
+
+
+def _encode(tokenizer: TextTokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    backend = getattr(tokenizer, "backend", None)
+    if backend is None or len(text) <= _MAX_INLINE_CHARS:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    # `tokenizers` keeps the GIL while it encodes one text and lets go of it for a batch. Holding it would stop the event
+    # loop from whatever thread this runs in: 0.2 s for 200,000 characters.
+    token_ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    return token_ids
+
+
+def _as_list(prompt: object) -> list[Any]:
+    if hasattr(prompt, "tolist"):  # a numpy array or a tensor
+        prompt = prompt.tolist()
+    if isinstance(prompt, Sequence) and not isinstance(prompt, (str, bytes, bytearray)):
+        return list(prompt)
+    hint = ": put the message into a list" if isinstance(prompt, Mapping) else ""
+    raise InvalidRequestError(f"the prompt must be text, token ids or chat messages, got {type(prompt).__name__}{hint}")
+
+
+def _as_token_ids(items: list[Any]) -> list[int]:
+    for index, item in enumerate(items):
+        if type(item) is not int:
+            raise InvalidRequestError(f"the prompt must be text, token ids or chat messages, but item {index} is {type(item).__name__}")
+    return items
+
+
+def _check_messages(messages: list[Any]) -> int:
+    """Check the shape of chat messages; returns the number of characters in them."""
+    num_chars = 0
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise InvalidRequestError(f'chat message {index} must be a mapping with "role" and "content", got {type(message).__name__}')
+        for key in ("role", "content"):
+            if key not in message:
+                raise InvalidRequestError(f"chat message {index} has no {key!r}; it has {sorted(map(str, message))}")
+            if not isinstance(message[key], str):
+                raise InvalidRequestError(f"{key!r} of chat message {index} must be text, got {type(message[key]).__name__}")
+        if not message["role"]:
+            raise InvalidRequestError(f"'role' of chat message {index} is empty")
+        num_chars += len(message["content"])
+    return num_chars

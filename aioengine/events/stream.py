@@ -1,0 +1,53 @@
+"""What a viewer receives, wherever it comes from: the header, events, and what happened to the stream itself.
+
+A `StepSource` (aioengine/events/source.py) yields these; a state such as `aioengine_tui.state.DashboardState` folds them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, Self
+
+from aioengine.events.step_event import Event
+from aioengine.events.wire import WireHeader
+
+ConnectionState = Literal["connecting", "live", "lost", "ended", "paused", "playing"]
+"""connecting: no data yet. live: events come as they happen. lost: the engine is unreachable, and tried again. ended: no
+more will come. paused, playing: a recording."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Events are missing here, because the reader was too slow or the connection broke. A snapshot follows if one can be had."""
+
+    num_dropped: int  # 0: unknown how many
+    reason: str = "the viewer was too slow"
+
+
+@dataclass(frozen=True, slots=True)
+class SourceStatus:
+    """The stream's own state changed."""
+
+    state: ConnectionState
+    detail: str = ""  # for people: an address, or what went wrong
+    position: int | None = None  # of a recording: events before the current place
+    length: int | None = None  # of a recording: events in all, as far as known
+    speed: float = 1.0
+
+
+class Foldable(Protocol):
+    """A state that a player can fold events into and put aside."""
+
+    def apply(self, item: StreamItem) -> None: ...
+
+    def copy(self) -> Self: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """The viewer's state at another place of a recording (a seek): it replaces the present one."""
+
+    state: Any  # what the source's `make_state` built
+
+
+StreamItem = WireHeader | Event | Gap | SourceStatus | Restored

@@ -1,0 +1,124 @@
+"""The model's input of one step, built from the slot tables in a few vectorised operations and thrown away afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from aioengine.attention.base import AttentionBatch
+from aioengine.core.scheduler_output import SchedulerOutput
+from aioengine.worker.block_table import BlockTable
+from aioengine.worker.device import Device
+from aioengine.worker.request_state import RequestStates
+
+IntArray = npt.NDArray[np.int32]
+LongArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class InputBatch:
+    """One ragged step: request i of the batch owns the tokens query_start_loc[i] : query_start_loc[i + 1]."""
+
+    req_ids: list[str]  # [num_reqs], in the order of `SchedulerOutput.num_scheduled_tokens`
+    num_reqs: int
+    num_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    idx_mapping_np: LongArray  # [num_reqs]: batch index -> slot
+    query_start_loc: torch.Tensor  # [num_reqs + 1] int32
+    query_start_loc_np: IntArray  # [num_reqs + 1]
+    seq_lens: torch.Tensor  # [num_reqs] int32: computed tokens and this step's
+    seq_lens_np: IntArray  # [num_reqs]
+    input_ids: torch.Tensor  # [num_tokens] int64
+    positions: torch.Tensor  # [num_tokens] int64
+    slot_mapping: torch.Tensor  # [num_tokens] int64: block_id * block_size + offset
+    block_table: torch.Tensor  # [num_reqs, max_num_blocks of this step] int32
+    logits_indices: torch.Tensor  # [num_sampled] int64: the rows of the hidden states that are sampled from
+    sampled_np: LongArray  # [num_sampled]: the batch indices of the requests that sample
+
+    def attention_batch(self) -> AttentionBatch:
+        return AttentionBatch(
+            num_reqs=self.num_reqs,
+            num_tokens=self.num_tokens,
+            max_query_len=self.max_query_len,
+            max_seq_len=self.max_seq_len,
+            query_start_loc=self.query_start_loc,
+            query_start_loc_np=self.query_start_loc_np,
+            seq_lens=self.seq_lens,
+            seq_lens_np=self.seq_lens_np,
+            block_table=self.block_table,
+            slot_mapping=self.slot_mapping,
+        )
+
+
+def build_input_batch(out: SchedulerOutput, *, states: RequestStates, block_table: BlockTable, device: Device) -> InputBatch:
+    """Turn a step's plan into tensors, from `states.num_computed_tokens` on for each request.
+
+    With [2, 5, 3] scheduled tokens: req_indices [0, 0, 1, 1, 1, 1, 1, 2, 2, 2] and query_pos [0, 1, 0, 1, 2, 3, 4, 0, 1, 2];
+    everything else is gathered with these two. A request samples if the step reaches the last token that is known.
+
+    Raises RuntimeError if the step wants a token that is not known yet or a position that has no block.
+    """
+    req_ids = list(out.num_scheduled_tokens)
+    slots = np.fromiter((_slot(states, r) for r in req_ids), dtype=np.int64, count=len(req_ids))
+    num_scheduled = np.fromiter(out.num_scheduled_tokens.values(), dtype=np.int32, count=len(req_ids))
+    starts = states.num_computed_tokens[slots]
+    seq_lens = starts + num_scheduled
+    _check_in_reach(req_ids, seq_lens, known=states.num_known_tokens[slots], held=block_table.num_blocks[slots] * block_table.block_size)
+
+    query_start_loc = np.zeros(len(req_ids) + 1, dtype=np.int32)
+    np.cumsum(num_scheduled, out=query_start_loc[1:])
+    num_tokens = int(query_start_loc[-1])
+    req_indices = np.repeat(np.arange(len(req_ids)), num_scheduled)
+    query_pos = np.arange(num_tokens) - query_start_loc[req_indices]
+    positions = (starts[req_indices] + query_pos).astype(np.int64)
+    token_slots = slots[req_indices]
+
+    # On the flattened table: torch.index_select beats numpy.take on large tables.
+    token_indices = device.to_device(token_slots * states.max_model_len + positions)
+    input_ids = states.token_ids_tensor.view(-1).index_select(0, token_indices).long()
+
+    block_size = block_table.block_size
+    block_ids = block_table.array[token_slots, positions // block_size].astype(np.int64)
+    max_seq_len = int(seq_lens.max())
+    max_num_blocks = -(-max_seq_len // block_size)
+
+    sampled = (seq_lens == states.num_known_tokens[slots]).nonzero()[0]
+    return InputBatch(
+        req_ids=req_ids,
+        num_reqs=len(req_ids),
+        num_tokens=num_tokens,
+        max_query_len=int(num_scheduled.max()),
+        max_seq_len=max_seq_len,
+        idx_mapping_np=slots,
+        query_start_loc=device.to_device(query_start_loc),
+        query_start_loc_np=query_start_loc,
+        seq_lens=device.to_device(seq_lens),
+        seq_lens_np=seq_lens,
+        input_ids=input_ids,
+        positions=device.to_device(positions),
+        slot_mapping=device.to_device(block_ids * block_size + positions % block_size),
+        block_table=device.to_device(block_table.array[slots, :max_num_blocks]),
+        logits_indices=device.to_device(query_start_loc[sampled + 1].astype(np.int64) - 1),
+        sampled_np=sampled,
+    )
+
+
+def _slot(states: RequestStates, req_id: str) -> int:
+    slot = states.slot_of(req_id)
+    if slot is None:
+        raise RuntimeError(f"request {req_id!r} is scheduled but the worker holds no slot for it")
+    return slot
+
+
+def _check_in_reach(req_ids: list[str], seq_lens: IntArray, *, known: IntArray, held: IntArray) -> None:
+    wrong = ((seq_lens > known) | (seq_lens > held)).nonzero()[0]
+    if len(wrong):
+        i = int(wrong[0])
+        raise RuntimeError(
+            f"request {req_ids[i]!r} is scheduled up to position {seq_lens[i]}, "
+            f"but {known[i]} tokens are known and its blocks hold {held[i]}"
+        )

@@ -1,0 +1,109 @@
+"""What the worker remembers of requests between steps: tables indexed by slot.
+
+A request gets a slot when it starts or resumes, and keeps it until it ends or is preempted. Rows are never moved, so a
+step only names the slots it works on (`InputBatch.idx_mapping`) and is thrown away afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from aioengine.sampling_params import SamplingParams
+from aioengine.worker.sample.states import SamplingStates
+
+IntArray = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class CachedRequestState:
+    """What a preemption must not lose; tokens and blocks come back with the `SchedulerOutput` that resumes the request."""
+
+    req_id: str
+    num_prompt_tokens: int
+    sampling_params: SamplingParams
+
+
+class RequestStates:
+    """The slots, and the token table [max_num_reqs, max_model_len] that the model's input is gathered from.
+
+    Sampled tokens are written to the table here, in the worker; the scheduler never sends them back.
+    """
+
+    def __init__(self, *, max_num_reqs: int, max_model_len: int, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        self.max_num_reqs = max_num_reqs
+        self.max_model_len = max_model_len
+        self.token_ids: IntArray = np.zeros((max_num_reqs, max_model_len), dtype=np.int32)
+        self.token_ids_tensor = torch.from_numpy(self.token_ids)  # the same memory
+        self.num_known_tokens: IntArray = np.zeros(max_num_reqs, dtype=np.int32)  # prompt, and output sampled so far
+        self.num_prompt_tokens: IntArray = np.zeros(max_num_reqs, dtype=np.int32)
+        self.num_computed_tokens: IntArray = np.zeros(max_num_reqs, dtype=np.int32)  # where the current step starts
+        self.sampling = SamplingStates(max_num_reqs=max_num_reqs, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
+        self._requests: dict[str, CachedRequestState] = {}  # with and without a slot
+        self._slots: dict[str, int] = {}
+        self._free_slots = list(range(max_num_reqs - 1, -1, -1))  # a stack: low slots first
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that are remembered, the preempted ones included."""
+        return len(self._requests)
+
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
+
+    def slot_of(self, req_id: str) -> int | None:
+        """The slot of a request, or None if it has none (unknown or preempted)."""
+        return self._slots.get(req_id)
+
+    def add(self, req_id: str, prompt_token_ids: Sequence[int], sampling_params: SamplingParams) -> int:
+        """Take a slot for a new request and fill it; returns the slot."""
+        assert req_id not in self._requests, f"request {req_id!r} is already known to the worker"
+        self._requests[req_id] = CachedRequestState(req_id, len(prompt_token_ids), sampling_params)
+        return self._occupy(req_id, prompt_token_ids)
+
+    def resume(self, req_id: str, all_token_ids: Sequence[int]) -> int:
+        """Take a slot for a preempted request whose prompt and output so far are `all_token_ids`; returns the slot."""
+        assert req_id not in self._slots, f"request {req_id!r} resumes but was never preempted"
+        return self._occupy(req_id, all_token_ids)
+
+    def preempt(self, req_id: str) -> None:
+        """Free the slot, keep the parameters. A request without a slot is left as it is."""
+        slot = self._slots.pop(req_id, None)
+        if slot is not None:
+            self._free_slots.append(slot)
+
+    def remove(self, req_id: str) -> None:
+        """Forget a request. Unknown ids are ignored: it may have ended before the worker ever heard of it."""
+        self.preempt(req_id)
+        self._requests.pop(req_id, None)
+
+    def write_history(self, slot: int, all_token_ids: Sequence[int]) -> None:
+        """Overwrite the known tokens of a slot from position 0."""
+        self.token_ids[slot, : len(all_token_ids)] = all_token_ids
+
+    def append_sampled(self, req_ids: Sequence[str], slots: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int64]) -> None:
+        """Write one sampled token behind the known ones of each slot [n].
+
+        A request that has lost its slot since the step was executed is skipped: the slot may belong to someone else.
+        """
+        live = np.fromiter((self._slots.get(r) == s for r, s in zip(req_ids, slots.tolist(), strict=True)), dtype=bool, count=len(req_ids))
+        slots, token_ids = slots[live], token_ids[live]
+        self.token_ids[slots, self.num_known_tokens[slots]] = token_ids
+        self.num_known_tokens[slots] += 1
+
+    def _occupy(self, req_id: str, token_ids: Sequence[int]) -> int:
+        state = self._requests[req_id]
+        if not self._free_slots:
+            raise RuntimeError(f"request {req_id!r} got no slot: all {self.max_num_reqs} (max_num_seqs) are taken")
+        slot = self._free_slots.pop()
+        self._slots[req_id] = slot
+        self.write_history(slot, token_ids)
+        self.num_known_tokens[slot] = len(token_ids)
+        self.num_prompt_tokens[slot] = state.num_prompt_tokens
+        self.sampling.set(slot, state.sampling_params)
+        return slot

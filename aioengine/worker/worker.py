@@ -1,0 +1,120 @@
+"""One worker: a device, the model on it, its KV cache, and the runner."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+
+from aioengine.attention.base import AttentionBackend, AttentionConfig
+from aioengine.attention.registry import select_attention_backend
+from aioengine.config import GIB, ResolvedConfig
+from aioengine.core.scheduler_output import SchedulerOutput
+from aioengine.errors import ConfigError
+from aioengine.outputs import ModelRunnerOutput
+from aioengine.worker.device import create_device
+from aioengine.worker.model_runner import ModelRunner
+
+if TYPE_CHECKING:
+    from aioengine.executor.base import GrammarOutput
+    from aioengine.models.base import CausalLM
+    from aioengine.models.files import ModelFiles
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Worker:
+    """Lives in one thread: construct it there, then call `load_model`, `determine_num_kv_cache_blocks`,
+    `initialize_kv_cache`, and `execute_model` and `sample_tokens` in turns. Only `shutdown` may come from elsewhere,
+    when that thread has ended."""
+
+    def __init__(self, config: ResolvedConfig, *, files: ModelFiles) -> None:
+        self.config = config
+        self._files = files
+        self.device = create_device(config.worker)
+        self.device.set_up_thread()
+        self._dtype = _DTYPES[config.worker.dtype]
+        self._backend: AttentionBackend = select_attention_backend(
+            config.worker.attention_backend, _attention_config(config, self._dtype), self.device.torch_device
+        )
+        self._model: CausalLM | None = None
+        self._runner: ModelRunner | None = None
+
+    @property
+    def runner(self) -> ModelRunner:
+        """The runner; there is none before `initialize_kv_cache`."""
+        if self._runner is None:
+            raise RuntimeError("the worker has no KV cache yet: call load_model() and initialize_kv_cache() first")
+        return self._runner
+
+    def load_model(self) -> None:
+        """Read the weights onto the device. Raises ModelError if they do not fit the model."""
+        from aioengine.models.loader import load_model
+
+        self._model = load_model(
+            self._files,
+            info=self.config.model,
+            device=self.device.torch_device,
+            dtype=self._dtype,
+            attention_backend=self._backend,
+        )
+
+    def determine_num_kv_cache_blocks(self) -> int:
+        """How many blocks, the null block included: what the settings say, else what fits into the allowed memory.
+
+        Never more than all requests that may run at once could use. Raises ConfigError if the memory does not hold a
+        single request of `max_model_len` tokens.
+        """
+        cache, scheduler = self.config.cache, self.config.scheduler
+        if cache.num_kv_cache_blocks is not None:
+            return cache.num_kv_cache_blocks
+        assert self._model is not None, "load_model() comes first: it takes its share of the memory"
+        bytes_per_block = self._backend.kv_cache_bytes_per_block() * self._model.num_layers
+        available = self.device.kv_cache_memory_bytes(cache)
+        blocks_per_request = -(-scheduler.max_model_len // cache.block_size)
+        num_blocks = min(available // bytes_per_block, scheduler.max_num_seqs * blocks_per_request + 1)
+        if num_blocks < blocks_per_request + 1:
+            tokens_that_fit = max(num_blocks - 1, 0) * cache.block_size
+            raise ConfigError(
+                f"the KV cache of one request of max_model_len ({scheduler.max_model_len}) tokens takes "
+                f"{(blocks_per_request + 1) * bytes_per_block / GIB:.2f} GiB, but {available / GIB:.2f} GiB are allowed, "
+                f"which hold {tokens_that_fit} tokens; lower max_model_len or raise kv_cache_memory_bytes"
+            )
+        logger.info("KV cache: %d blocks of %d tokens, %.2f GiB", num_blocks, cache.block_size, num_blocks * bytes_per_block / GIB)
+        return num_blocks
+
+    def initialize_kv_cache(self, num_blocks: int) -> None:
+        """Allocate the cache of every layer; block 0 is the null block."""
+        assert self._model is not None, "load_model() comes first"
+        kv_caches = [self._backend.allocate_kv_cache(num_blocks, self.device.torch_device) for _ in range(self._model.num_layers)]
+        self._runner = ModelRunner(self.config, model=self._model, attention_backend=self._backend, kv_caches=kv_caches, device=self.device)
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
+        """Apply the output to the state and run the forward."""
+        self.runner.execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> ModelRunnerOutput:
+        """Sample for the oldest executed step that has not been sampled."""
+        return self.runner.sample_tokens(grammar_output)
+
+    def shutdown(self) -> None:
+        """Let go of the weights and the KV cache."""
+        self._runner = None
+        self._model = None
+        self.device.release_memory()
+
+
+def _attention_config(config: ResolvedConfig, dtype: torch.dtype) -> AttentionConfig:
+    model = config.model
+    return AttentionConfig(
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        block_size=config.cache.block_size,
+        dtype=dtype,
+        kv_cache_dtype=dtype,
+        sliding_window=model.sliding_window,
+    )

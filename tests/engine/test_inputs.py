@@ -1,0 +1,171 @@
+"""Whatever is wrong with a request is said at the door, with the numbers, and nobody else notices."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from aioengine.engine.input_processor import InputProcessor
+from aioengine.errors import InvalidRequestError
+from aioengine.sampling_params import SamplingParams
+from aioengine.testing import FakeExecutor, FakeTokenizer, make_model_info
+
+BAD: list[tuple[Any, dict[str, Any], str]] = [
+    ("", {}, "the prompt is empty"),
+    ([], {}, "the prompt is empty"),
+    ([1] * 64, {}, r"64 tokens, but at most 63 fit: max_model_len is 64"),
+    ("x" * 64, {}, r"65 tokens, but at most 63 fit"),
+    ([1, 2, 261], {}, r"token id 261 at position 2 is not in the vocabulary of 261"),
+    ([1, -1], {}, r"token id -1 at position 1"),
+    ([1, 2.0], {}, "item 1 is float"),
+    ([True], {}, "item 0 is bool"),
+    ([1, "a"], {}, "item 1 is str"),
+    (b"bytes", {}, "got bytes"),
+    (None, {}, "got NoneType"),
+    (7, {}, "got int"),
+    ("half \ud800", {}, r"not valid Unicode: '\\ud800' at position 5"),
+    ({"role": "user", "content": "x"}, {}, "put the message into a list"),
+    ([{"role": "user"}], {}, "chat message 0 has no 'content'"),
+    ([{"role": "user", "content": "x"}, {"content": "x"}], {}, "chat message 1 has no 'role'"),
+    ([{"role": "user", "content": 5}], {}, "'content' of chat message 0 must be text, got int"),
+    ([{"role": "", "content": "x"}], {}, "'role' of chat message 0 is empty"),
+    ([{"role": "user", "content": "x"}, 5], {}, "chat message 1 must be a mapping"),
+    ([{"role": "wizard", "content": "x"}], {}, "template refused the messages: unknown role 'wizard'"),
+    ([1], {"sampling_params": {"max_tokens": 5}}, "must be SamplingParams or None, got dict"),
+    ([1], {"sampling_params": SamplingParams(stop_token_ids=(5, 999))}, "stop token id 999 .* 261"),
+    ([1] * 60, {"sampling_params": SamplingParams(max_tokens=10, min_tokens=9)}, "min_tokens is 9, but after 60 .* room for 4"),
+    ([1], {"request_id": ""}, "request_id must be a non-empty string"),
+    ([1], {"request_id": 5}, "request_id must be a non-empty string"),
+    ([1], {"request_id": "\udc00"}, "request_id is not valid Unicode"),
+    ([1], {"priority": "high"}, "priority must be an integer"),
+    ([1], {"cache_salt": 5}, "cache_salt must be a string"),
+    ([1], {"cache_salt": "\udc00"}, "cache_salt is not valid Unicode"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "options", "message"), BAD)
+async def test_a_bad_request_is_refused_and_others_run_on(start_rig: Any, prompt: Any, options: dict[str, Any], message: str) -> None:
+    async with start_rig(max_model_len=64) as rig:
+        other = rig.engine.generate([1, 2, 3], SamplingParams(temperature=0, max_tokens=20))
+        await anext(other)
+        with pytest.raises(InvalidRequestError, match=message):
+            await anext(rig.engine.generate(prompt, **options))
+        assert len([output async for output in other][-1].token_ids) == 20
+        await rig.settle()
+
+
+async def test_a_request_that_can_never_fit_the_kv_cache_is_refused(start_rig: Any) -> None:
+    async with start_rig(FakeExecutor(num_blocks=9, block_size=4), max_num_seqs=4) as rig:  # 8 blocks, 32 tokens
+        with pytest.raises(InvalidRequestError, match="KV blocks"):
+            await anext(rig.engine.generate([1] * 20, SamplingParams(max_tokens=14)))
+        (exact,) = await rig.engine.generate_batch([[1] * 20], SamplingParams(temperature=0, max_tokens=13))
+        assert len(exact.token_ids) == 13
+        (limited,) = await rig.engine.generate_batch([[1] * 20], SamplingParams(temperature=0, max_tokens=None))
+        assert len(limited.token_ids) == 13, "max_tokens=None takes what there is"
+        with pytest.raises(InvalidRequestError, match="KV blocks"):
+            await anext(rig.engine.generate([1] * 40, SamplingParams(max_tokens=None)))
+        await rig.settle()
+
+
+async def test_arrays_are_token_ids(rig: Any) -> None:
+    (from_array,) = await rig.engine.generate_batch([np.array([1, 2, 3])], SamplingParams(temperature=0))
+    (from_list,) = await rig.engine.generate_batch([(1, 2, 3)], SamplingParams(temperature=0))
+    assert from_array.token_ids == from_list.token_ids
+
+
+async def test_chat_without_a_template(start_rig: Any) -> None:
+    class Plain(FakeTokenizer):
+        has_chat_template = False
+
+    async with start_rig(tokenizer=Plain()) as rig:
+        with pytest.raises(InvalidRequestError, match="fake has no chat template"):
+            await anext(rig.engine.generate([{"role": "user", "content": "x"}]))
+
+
+async def test_stop_strings_need_a_tokenizer(start_rig: Any) -> None:
+    async with start_rig(tokenizer=None) as rig:
+        with pytest.raises(InvalidRequestError, match="the stop string 'END' needs a tokenizer"):
+            await anext(rig.engine.generate([1], SamplingParams(stop=("END",))))
+
+
+def make_processor(tokenizer: FakeTokenizer, *, max_model_len: int = 100) -> InputProcessor:
+    info = make_model_info(max_position_embeddings=max_model_len)
+    return InputProcessor(info, tokenizer, max_model_len=max_model_len, max_tokens_limit=lambda n: max_model_len - n - 7, seed=3)
+
+
+async def test_max_tokens_and_seed_are_filled_in() -> None:
+    processor = make_processor(FakeTokenizer())
+    given = SamplingParams(max_tokens=1000, seed=9)
+    assert (await processor.process([1] * 10, given)).sampling_params == SamplingParams(max_tokens=90, seed=9)
+    filled = (await processor.process([1] * 10, SamplingParams(max_tokens=None))).sampling_params
+    assert filled.max_tokens == 83
+    again = (await make_processor(FakeTokenizer()).process([1], None)).sampling_params
+    assert again.seed == filled.seed is not None
+
+
+class RealTokenizer(FakeTokenizer):
+    """One of the `tokenizers` package: what it does with the GIL is the point here."""
+
+    def __init__(self) -> None:
+        self.backend = Tokenizer(models.BPE())
+        self.backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        trainer = trainers.BpeTrainer(
+            vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<eos>"], show_progress=False
+        )
+        self.backend.train_from_iterator(["some words that come again and again"] * 3, trainer)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+async def test_long_text_is_tokenised_beside_the_loop(chat: bool) -> None:
+    tokenizer = RealTokenizer()
+    info = make_model_info(vocab_size=300)
+    processor = InputProcessor(info, tokenizer, max_model_len=1_000_000, max_tokens_limit=lambda n: 9, seed=3)
+    rng = random.Random(0)
+    text = " ".join(rng.choice(["some", "words", "agonise", "thatcher", "comedy"]) for _ in range(100_000))
+    start = time.perf_counter()
+    token_ids = tokenizer.encode(text)
+    blocking = time.perf_counter() - start
+
+    stalls = []
+    for _ in range(3):  # the best of three: the machine may be busy with something else
+        task = asyncio.create_task(processor.process([{"role": "user", "content": text}] if chat else text, None))
+        worst = 0.0
+        while not task.done():
+            start = time.perf_counter()
+            await asyncio.sleep(0.001)
+            worst = max(worst, time.perf_counter() - start)
+        stalls.append(worst)
+        assert (await task).prompt_token_ids[-len(token_ids) :] == token_ids or chat
+    assert min(stalls) < blocking / 3, f"the loop stood still for {min(stalls):.3f} s; tokenising takes {blocking:.3f} s"
+
+
+async def test_short_text_is_tokenised_at_once() -> None:
+    """A hop through a thread would cost more than the work."""
+    processor = make_processor(FakeTokenizer())
+    with pytest.raises(StopIteration):
+        processor.process("short", None).send(None)
+
+
+async def test_a_template_is_encoded_without_further_special_tokens() -> None:
+    seen: list[bool] = []
+
+    class Spy(FakeTokenizer):
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+            seen.append(add_special_tokens)
+            return super().encode(text, add_special_tokens=add_special_tokens)
+
+    processor = make_processor(Spy())
+    messages: Sequence[dict[str, str]] = [{"role": "user", "content": "x"}]
+    await processor.process("text", None)
+    await processor.process(messages, None)
+    assert seen == [True, False]
