@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from aioengine.core.invariants import check_scheduler
+from aioengine.core.invariants import check_no_leak, check_scheduler
 from aioengine.core.scheduler import Scheduler
 from aioengine.core.scheduler_output import SchedulerOutput, SchedulerStats
 from aioengine.engine.failure_report import describe_event, describe_output
@@ -302,6 +302,7 @@ class EngineCore:
         self._finished.append(FinishedInfo(request_id, reason, request.num_output_tokens, stop_reason))
 
     def _become_idle(self) -> None:
+        check_no_leak(self.scheduler)
         if self._check_invariants:
             check_scheduler(self.scheduler)
         if self._added or self._finished:
