@@ -1,0 +1,47 @@
+# Needs python3 >= 3.11 and make, nothing else.
+#
+#   make setup   build .venv with every version pinned in constraints.txt
+#   make demo    run eight prompts at once through the engine
+#   make test    run all tests
+#   make lint    ruff and mypy --strict
+#   make clean   remove caches and build outputs (make distclean: .venv too)
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup-stamp
+
+.PHONY: setup demo test lint format clean distclean
+.DEFAULT_GOAL := setup
+
+setup: $(STAMP)
+
+# An editable install knows the packages that exist when it is made: a new one beside `aioengine` asks for another.
+$(STAMP): pyproject.toml constraints.txt $(wildcard kernels/*/__init__.py tui/*/__init__.py benchmarks/*/__init__.py)
+	@$(PYTHON) -c 'import sys; sys.exit("aioengine needs Python 3.11 or newer: make PYTHON=/path/to/python" if sys.version_info < (3, 11) else 0)'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt pip setuptools
+	$(BIN)/python -m pip install -c constraints.txt --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+demo: setup
+	$(BIN)/aioengine demo
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf build dist *.egg-info */*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find aioengine kernels tui tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+distclean: clean
+	rm -rf $(VENV)

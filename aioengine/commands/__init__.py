@@ -1,0 +1,1 @@
+"""What the subcommands of `aioengine` do. Each is imported only when it is run."""

@@ -1,0 +1,137 @@
+"""The options that several subcommands share, and how they become an `EngineConfig` and a `SamplingParams`.
+
+The engine options are derived from the fields of `EngineConfig`, so that no setting can be missing here; only their help
+texts are written by hand. An option that is not given is not in the namespace: the defaults stay where they are defined.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import typing
+from typing import Any, Literal
+
+from aioengine.config import EngineConfig
+from aioengine.sampling_params import SamplingParams
+
+_MODEL_HELP = 'built-in alias ("smollm2"), folder, .gguf file or Hugging Face repository'
+
+_ENGINE_HELP = {
+    "model": _MODEL_HELP,
+    "tokenizer": "folder or repository to take the tokenizer from (default: the model's own)",
+    "dtype": "of weights and activations (default: auto, float32 on CPU, the checkpoint's own on CUDA)",
+    "device": "where the model runs (default: auto, CUDA if there is one)",
+    "max_model_len": "longest prompt and output together, in tokens (default: the model's limit)",
+    "max_num_seqs": "requests that run at once",
+    "max_num_batched_tokens": "tokens of one step (default: 512 on CPU, 2048 on CUDA)",
+    "enable_chunked_prefill": "split prompts that do not fit into one step (default: yes)",
+    "long_prefill_token_threshold": "most tokens of one step for one request; 0: no limit",
+    "scheduling_policy": "order of waiting requests",
+    "async_scheduling": "schedule the next step while the current one runs (default: yes)",
+    "block_size": "tokens a KV-cache block",
+    "num_kv_cache_blocks": "KV-cache blocks, the null block included (default: as many as the memory allows)",
+    "kv_cache_memory_bytes": "most memory for the KV cache on CPU; takes 512MiB, 2GiB (default: 1GiB, or half of what is free if less)",
+    "gpu_memory_utilization": "share of the GPU's memory to use",
+    "enable_prefix_caching": "reuse the KV cache of equal prompt beginnings (default: yes)",
+    "prefix_caching_seed": "fixes the block hashes (default: random, other ones in each process)",
+    "zero_new_blocks": "clear KV-cache blocks before use (default: no)",
+    "attention_backend": "attention implementation (default: auto, the first that fits)",
+    "enforce_eager": "no CUDA graphs (default: no)",
+    "num_threads": "CPU threads of the model (default: all cores)",
+    "seed": "where requests without a seed of their own get it from (default: the operating system)",
+    "check_invariants": "check the scheduler's books after every call, slow (default: no, or AIOENGINE_CHECK=1)",
+}
+
+_SIZE_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+
+
+def parse_size(text: str) -> int:
+    """Bytes from `1073741824`, `512MiB`, `1.5GB` or `2g`. Raises argparse.ArgumentTypeError."""
+    number = text.strip().lower().removesuffix("b").rstrip("kmgti")
+    unit = text.strip().lower().removesuffix("b")[len(number) :]
+    try:
+        return int(float(number) * _SIZE_UNITS[unit])
+    except (KeyError, ValueError, OverflowError) as exc:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 1073741824, 512MiB or 2GB") from exc
+
+
+def add_model_option(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--model", "-m", metavar="NAME", default="smollm2", help=f"{_MODEL_HELP} (default: smollm2)")
+
+
+def add_engine_options(parser: argparse.ArgumentParser, *, seed_option: str = "--engine-seed") -> None:
+    """Every setting of `EngineConfig` but the model. Its `seed` is named `seed_option`: `--seed` is the request's."""
+    group = parser.add_argument_group("engine options")
+    hints = typing.get_type_hints(EngineConfig)
+    for field in dataclasses.fields(EngineConfig):
+        if field.name == "model":
+            continue
+        flag = seed_option if field.name == "seed" else "--" + field.name.replace("_", "-")
+        text = _ENGINE_HELP[field.name]
+        if "default:" not in text:
+            text += f" (default: {field.default})"
+        group.add_argument(flag, dest=f"engine_{field.name}", default=argparse.SUPPRESS, help=text, **_kind(field.name, hints[field.name]))
+
+
+def _kind(name: str, hint: Any) -> dict[str, Any]:
+    """The argparse keywords for a field of this type."""
+    if name == "kv_cache_memory_bytes":
+        return {"type": parse_size, "metavar": "SIZE"}
+    kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)] or [hint]
+    if typing.get_origin(hint) is Literal:
+        return {"choices": typing.get_args(hint)}
+    if bool in kinds:
+        return {"action": argparse.BooleanOptionalAction}
+    if int in kinds:
+        return {"type": int, "metavar": "N"}
+    if float in kinds:
+        return {"type": float, "metavar": "X"}
+    return {"metavar": "NAME"}
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """Raises ConfigError."""
+    given = {name.removeprefix("engine_"): value for name, value in vars(args).items() if name.startswith("engine_")}
+    return EngineConfig(model=args.model, **given)
+
+
+def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int, temperature: float) -> None:
+    group = parser.add_argument_group("sampling options")
+    add = group.add_argument
+    add("--max-tokens", "-n", type=int, metavar="N", default=max_tokens, help=f"most tokens to generate (default: {max_tokens})")
+    add("--temperature", "-t", type=float, metavar="X", default=temperature, help=f"0 is greedy (default: {temperature:g})")
+    add("--top-p", type=float, metavar="X", default=1.0, help="keep the most likely tokens that add up to X (default: 1, all)")
+    add("--top-k", type=int, metavar="N", default=0, help="keep the N most likely tokens (default: 0, all)")
+    add("--min-p", type=float, metavar="X", default=0.0, help="drop tokens less likely than X times the most likely (default: 0)")
+    add("--seed", type=int, metavar="N", help="same seed, same output, whatever else runs (default: a fresh one)")
+    add("--stop", action="append", metavar="TEXT", default=[], help="end the output before TEXT; may be repeated")
+    add("--ignore-eos", action="store_true", help="go on after the model's end-of-sequence token")
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    """Raises InvalidRequestError."""
+    return SamplingParams(
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        seed=args.seed,
+        max_tokens=args.max_tokens,
+        stop=tuple(args.stop),
+        ignore_eos=args.ignore_eos,
+    )
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """What every subcommand that starts an engine takes."""
+    parser.add_argument("--record", metavar="FILE", help="write every step of the engine to FILE, as JSON lines (prompts as lengths only)")
+    add_log_option(parser)
+
+
+def add_log_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="warning",
+        help="what to log to stderr (default: warning)",
+    )

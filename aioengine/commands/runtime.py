@@ -1,0 +1,117 @@
+"""How a subcommand runs: its event loop, its status line, its last words."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from types import FrameType
+from typing import Any, TypeVar
+
+from aioengine.config import EngineConfig
+from aioengine.engine.async_engine import AsyncEngine
+from aioengine.outputs import RequestOutput
+
+T = TypeVar("T")
+
+_EXIT_INTERRUPTED = 130  # 128 + SIGINT
+
+
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's if it is installed, else asyncio's own."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Run `main` to its end. Ctrl-C cancels it, so that it can clean up, and then raises KeyboardInterrupt."""
+    with (
+        interrupts_leave_at_once(),  # once `main` has ended, and while the loop is closed
+        asyncio.Runner(loop_factory=loop_factory()) as runner,
+        interrupts_handled_by(signal.default_int_handler),  # the runner replaces this one, and no other, by its own
+    ):
+        return runner.run(main)
+
+
+@asynccontextmanager
+async def started_engine(config: EngineConfig, *, record: str | None) -> AsyncIterator[AsyncEngine]:
+    """An engine that is loaded, and shut down at the end of the block."""
+    engine = AsyncEngine(config, record=record)
+    try:
+        with interrupts_leave_at_once(), status(f"loading {config.model} ..."):
+            await engine.start()
+        yield engine
+    finally:
+        with interrupts_leave_at_once():
+            await engine.shutdown()
+
+
+@contextmanager
+def interrupts_leave_at_once() -> Iterator[None]:
+    """Ctrl-C ends the process without ceremony while the block runs.
+
+    For the times when there is nothing to save and a thread cannot be interrupted: loading a model, shutting down.
+    """
+    with interrupts_handled_by(_leave):
+        yield
+
+
+@contextmanager
+def interrupts_handled_by(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's business
+        yield
+        return
+    previous = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def _leave(signum: int, frame: FrameType | None) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write("\n")
+    sys.stderr.flush()
+    os._exit(_EXIT_INTERRUPTED)
+
+
+@contextmanager
+def status(text: str) -> Iterator[None]:
+    """Show `text` on the terminal while the block runs; nothing where stderr is no terminal."""
+    shown = sys.stderr.isatty()
+    if shown:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    try:
+        yield
+    finally:
+        if shown:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+
+def use_color() -> bool:
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+
+
+def describe(output: RequestOutput) -> str:
+    """One line on a finished request: sizes, latency, speed, why it ended."""
+    num_tokens = len(output.token_ids)
+    parts = [f"{len(output.prompt_token_ids)} prompt tokens ({output.num_cached_tokens} cached)", f"{num_tokens} output tokens"]
+    metrics = output.metrics
+    ttft = metrics.time_to_first_token
+    if ttft is not None:
+        parts.append(f"first token after {ttft:.2f} s")
+        if metrics.finished_time is not None and metrics.first_token_time is not None and num_tokens > 1:
+            elapsed = metrics.finished_time - metrics.first_token_time
+            parts.append(f"then {(num_tokens - 1) / max(elapsed, 1e-9):.1f} tokens/s")
+    completion = output.outputs[0]
+    reason = f"{completion.finish_reason} ({completion.stop_reason!r})" if completion.stop_reason else str(completion.finish_reason)
+    return ", ".join([*parts, f"ended by {reason}"])

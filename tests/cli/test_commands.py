@@ -1,0 +1,285 @@
+"""What the subcommands do, with an engine that has no model: output, errors, recordings, conversations, interrupts."""
+
+from __future__ import annotations
+
+import io
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioengine.cli import main
+from aioengine.commands import chat, demo, runtime
+from aioengine.commands.demo_view import LiveView, PlainView
+from aioengine.config import EngineConfig
+from aioengine.engine.async_engine import AsyncEngine
+from aioengine.events.replay import read_recording
+from aioengine.events.step_event import StepEvent
+from aioengine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from aioengine.sampling_params import SamplingParams
+from aioengine.testing import FakeExecutor, FakeTokenizer, scripted
+
+ROOT = Path(__file__).resolve().parents[2]
+FakeEngines = Callable[..., list[AsyncEngine]]
+
+
+@pytest.fixture
+def fake_engines(monkeypatch: pytest.MonkeyPatch) -> FakeEngines:
+    """Call it to make the commands use engines without a model, all answering `answer`; returns those they built."""
+
+    def install(answer: str, **executor_options: Any) -> list[AsyncEngine]:
+        built: list[AsyncEngine] = []
+
+        def make(config: EngineConfig, *, record: str | None = None) -> AsyncEngine:
+            executor = FakeExecutor(next_token=scripted(answer), **executor_options)
+            built.append(AsyncEngine(config, executor=executor, tokenizer=FakeTokenizer(), record=record))
+            return built[-1]
+
+        monkeypatch.setattr(runtime, "AsyncEngine", make)
+        monkeypatch.setattr(chat, "AsyncEngine", make)
+        return built
+
+    return install
+
+
+@pytest.fixture(autouse=True)
+def sigint_is_left_as_it_was() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def prompts_of(engine: AsyncEngine) -> list[str]:
+    """The prompts that the engine's worker was given, as text."""
+    executor = engine._executor
+    assert isinstance(executor, FakeExecutor)
+    new = [request for output in executor.outputs for request in output.scheduled_new_reqs]
+    return [FakeTokenizer().decode(request.prompt_token_ids, skip_special_tokens=False) for request in new]
+
+
+# ---------------------------------------------------------------------------------------------------- generate
+def test_generate_streams_the_answer_and_nothing_else(fake_engines: FakeEngines, capsys: pytest.CaptureFixture[str]) -> None:
+    fake_engines("Paris, naturally.")
+    assert main(["generate", "What is the capital of France?"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "Paris, naturally.\n"
+    assert captured.err == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "prompt"),
+    [
+        ([], "<bos><|user|>Hi<eos><|assistant|>"),
+        (["--system", "Be brief."], "<bos><|system|>Be brief.<eos><|user|>Hi<eos><|assistant|>"),
+        (["--raw"], "<bos>Hi"),
+    ],
+)
+def test_the_prompt_goes_through_the_chat_template_unless_it_is_raw(
+    options: list[str], prompt: str, fake_engines: FakeEngines, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engines = fake_engines("ok")
+    assert main(["generate", "Hi", *options]) == 0
+    assert prompts_of(engines[0]) == [prompt]
+
+
+def test_generate_reads_stdin(fake_engines: FakeEngines, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    engines = fake_engines("ok")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n"))
+    assert main(["generate", "--raw", "-"]) == 0
+    assert prompts_of(engines[0]) == ["<bos>two\nlines"]
+
+
+def test_stats_go_to_stderr(fake_engines: FakeEngines, capsys: pytest.CaptureFixture[str]) -> None:
+    fake_engines("abcdef")
+    assert main(["generate", "--raw", "Hi", "--stats", "--max-tokens", "3"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "abc\n"
+    assert "3 prompt tokens (0 cached), 3 output tokens, first token after" in captured.err
+    assert captured.err.endswith("ended by length\n")
+
+
+def test_a_recording_can_be_read_back(fake_engines: FakeEngines, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fake_engines("abc")
+    path = tmp_path / "steps.jsonl"
+    assert main(["generate", "--raw", "Hi", "--record", str(path)]) == 0
+    recording = read_recording(path)
+    steps = [event for event in recording.events if isinstance(event, StepEvent)]
+    assert sum(event.output.total_num_scheduled_tokens for event in steps) >= 3 + 3
+    assert recording.header.config["scheduler"]["max_num_seqs"] == 64
+
+
+def test_a_request_that_cannot_run_is_one_line_and_status_2(fake_engines: FakeEngines, capsys: pytest.CaptureFixture[str]) -> None:
+    engines = fake_engines("ok")
+    assert main(["generate", "--raw", "x" * 100, "--max-model-len", "64"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("aioengine: error: the prompt has 101 tokens")
+    assert captured.err.count("\n") == 1
+    executor = engines[0]._executor
+    assert isinstance(executor, FakeExecutor)
+    assert executor.is_shut_down
+
+
+def test_an_unknown_model_is_one_line_and_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "hi", "--model", "no-such-model"]) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith("aioengine: error: unknown model 'no-such-model'")
+    assert captured.err.count("\n") == 1
+
+
+FAKE_GENERATE = """
+import sys
+from aioengine.cli import main
+from aioengine.commands import runtime
+from aioengine.engine.async_engine import AsyncEngine
+from aioengine.testing import FakeExecutor, FakeTokenizer
+runtime.AsyncEngine = lambda config, record: AsyncEngine(
+    config, executor=FakeExecutor(forward_s=0.005), tokenizer=FakeTokenizer(), record=record
+)
+sys.exit(main(["generate", "hi", "--max-tokens", "2000", "--ignore-eos"]))
+"""
+
+
+def start_fake_generate() -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", FAKE_GENERATE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=0, cwd=ROOT
+    )
+    assert process.stdout is not None
+    assert len(process.stdout.read(1)) == 1  # it has begun to answer
+    return process
+
+
+def test_a_reader_that_goes_away_ends_it_quietly() -> None:
+    with start_fake_generate() as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.wait(30) == 141
+        assert process.stderr.read() == ""
+
+
+def test_ctrl_c_ends_it_quietly() -> None:
+    with start_fake_generate() as process:
+        assert process.stderr is not None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+        assert process.stderr.read() == ""
+
+
+# ---------------------------------------------------------------------------------------------------- demo
+def test_demo_shows_every_stream_and_sums_up(fake_engines: FakeEngines, capsys: pytest.CaptureFixture[str]) -> None:
+    fake_engines("An answer.")
+    assert main(["demo", "--max-tokens", "20"]) == 0
+    out = capsys.readouterr().out
+    for index, prompt in enumerate(demo.PROMPTS, start=1):
+        assert f"[{index}] > {prompt}\n" in out
+        assert f"[{index}] An answer.\n" in out
+    assert "8 prompts at once, 88 tokens in" in out  # ten characters and the end of sequence
+    for label in ("throughput", "first token", "steps", "KV blocks", "prefix cache", "preemptions    0", "start-up"):
+        assert f"\n  {label}" in out
+    assert "prefix cache   0 of" not in out, "the shared system prompt must give hits"
+
+
+def test_demo_reports_why_it_failed(fake_engines: FakeEngines, capsys: pytest.CaptureFixture[str]) -> None:
+    fake_engines("ok")
+    assert main(["demo", "--max-model-len", "32"]) == 2
+    assert "aioengine: error: the prompt has" in capsys.readouterr().err
+
+
+def output(text: str, delta: str, *, finished: bool = False) -> RequestOutput:
+    completion = CompletionOutput(0, text, [0] * len(text), delta, finish_reason="stop" if finished else None)
+    return RequestOutput("r", [1], [completion], RequestMetrics(0.0))
+
+
+def test_plain_lines_hold_the_whole_text_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "".join(f"word{i} " for i in range(60)) + "\nlast"
+    with PlainView(["A?", "B?"]) as view:
+        for start in range(0, len(text), 7):
+            delta = text[start : start + 7]
+            view.update(0, output(text[: start + 7], delta, finished=start + 7 >= len(text)))
+        view.update(1, output("unfinished", "unfinished"))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(len(line) for line in lines) <= 92
+    assert " ".join(line[4:] for line in lines if line.startswith("[1] ") and ">" not in line).split() == text.split()
+    assert "[2] unfinished" in lines
+
+
+def test_the_live_view_shows_each_stream_and_always_has_the_same_height() -> None:
+    view = LiveView(["A?", "B?"], lambda: "step 7")
+    with view._console.capture() as before:
+        view._console.print(view._render())
+    view.update(0, output("word " * 200 + "end", "", finished=True))
+    with view._console.capture() as after:
+        view._console.print(view._render())
+    assert "step 7" in after.get()
+    assert "✓ A?" in after.get()
+    assert "end" in after.get()
+    assert "· B?" in after.get()
+    assert after.get().count("\n") == before.get().count("\n")
+
+
+# ---------------------------------------------------------------------------------------------------- chat
+def test_chat_keeps_the_conversation_until_reset(
+    fake_engines: FakeEngines, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engines = fake_engines("Yes.")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("One?\n\nTwo?\n/reset\nThree?\n/dance\n/help\n/exit\nFour?\n"))
+    assert main(["chat", "--system", "S"]) == 0
+    assert prompts_of(engines[0]) == [
+        "<bos><|system|>S<eos><|user|>One?<eos><|assistant|>",
+        "<bos><|system|>S<eos><|user|>One?<eos><|assistant|>Yes.<eos><|user|>Two?<eos><|assistant|>",
+        "<bos><|system|>S<eos><|user|>Three?<eos><|assistant|>",
+    ]
+    out = capsys.readouterr().out
+    assert out.count("Yes.\n") == 3
+    assert "unknown command /dance" in out
+    assert "Ctrl-C  stops an answer" in out
+
+
+def test_chat_goes_on_after_a_message_that_does_not_fit(
+    fake_engines: FakeEngines, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engines = fake_engines("Yes.")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("x" * 100 + "\nHi\n"))
+    assert main(["chat", "--max-model-len", "64"]) == 0
+    assert prompts_of(engines[0]) == ["<bos><|user|>Hi<eos><|assistant|>"]
+    captured = capsys.readouterr()
+    assert "aioengine: error: the prompt has 104 tokens" in captured.err
+    assert captured.out == "Yes.\n"
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = chat.ChatSettings(EngineConfig(), SamplingParams(temperature=0.0, max_tokens=500), system=None, record=None, stats=False)
+
+    class Terminal(io.StringIO):
+        """The user presses Ctrl-C when the fifth character has arrived."""
+
+        def write(self, text: str) -> int:
+            num_written = super().write(text)
+            if len(self.getvalue()) >= 5 and "\n" not in self.getvalue():
+                signal.raise_signal(signal.SIGINT)
+            return num_written
+
+    with chat._LoopThread() as loop:
+        executor = FakeExecutor(next_token=scripted("abcdefghij" * 50), forward_s=0.002)
+        engine = AsyncEngine(settings.config, executor=executor, tokenizer=FakeTokenizer())
+        loop.submit(engine.start()).result()
+        conversation = chat.Conversation(engine, loop, settings)
+        monkeypatch.setattr(sys, "stdout", Terminal())
+        last = conversation.ask("Go on")
+        assert last is not None
+        assert not last.finished
+        assert conversation.messages == [{"role": "user", "content": "Go on"}, {"role": "assistant", "content": last.text}]
+        stats = engine.stats()
+        assert (stats.num_running_reqs, stats.num_waiting_reqs) == (0, 0)
+        assert len(executor.outputs) < 250, "the answer of 500 tokens was generated to its end"
+
+        monkeypatch.setattr(sys, "stdout", io.StringIO())
+        again = conversation.ask("And now?")
+        assert again is not None
+        assert again.finished
+        loop.submit(engine.shutdown()).result()

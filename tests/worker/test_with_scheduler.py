@@ -1,0 +1,89 @@
+"""The runner under the real scheduler: preemption, prefix-cache hits, chunks and steps in flight change no token."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from aioengine.config import ResolvedConfig
+from aioengine.core.scheduler import Scheduler
+from aioengine.request import Request
+from aioengine.sampling_params import SamplingParams
+
+SHARED = [5, 11, 23, 42, 8, 30, 17, 2, 50]
+PROMPTS = [SHARED + [i, 3 * i + 1] * (i % 4) + [i + 20] for i in range(7)]
+NUM_BLOCKS_BIG = 60
+
+
+def make_requests() -> list[Request]:
+    requests = []
+    for i, prompt in enumerate(PROMPTS):
+        params = SamplingParams(
+            temperature=0.0 if i % 2 else 1.2,
+            top_p=0.95,
+            seed=i,
+            max_tokens=6 + 3 * i,
+            ignore_eos=i % 3 == 0,
+            logprobs=2 if i == 4 else None,
+        )
+        requests.append(Request(f"r{i}", prompt, sampling_params=params))
+    return requests
+
+
+def drive(driver: Any, config: ResolvedConfig, *, num_blocks: int, requests: list[Request]) -> tuple[dict[str, list[int]], Scheduler]:
+    """The engine's loop without an engine: up to `max_concurrent_batches` planned steps wait for the runner."""
+    scheduler = Scheduler(
+        config.scheduler,
+        cache=config.cache,
+        num_kv_cache_blocks=num_blocks,
+        eos_token_ids=config.model.eos_token_ids,
+        check_invariants=True,
+    )
+    for request in requests:
+        scheduler.add_request(request)
+    outputs: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    planned: deque[Any] = deque()
+    while scheduler.has_work or planned:
+        while len(planned) < config.scheduler.max_concurrent_batches and (out := scheduler.schedule()) is not None:
+            planned.append(out)
+        out = planned.popleft()
+        driver.runner.execute_model(out)
+        for core_output in scheduler.update_from_output(out, driver.runner.sample_tokens()):
+            outputs[core_output.request_id] += core_output.new_token_ids
+    return outputs, scheduler
+
+
+@pytest.fixture
+def run(make_driver: Callable[..., Any], make_config: Callable[..., ResolvedConfig]) -> Callable[..., Any]:
+    def run(requests: list[Request], *, num_blocks: int = NUM_BLOCKS_BIG, **options: Any) -> tuple[dict[str, list[int]], Scheduler]:
+        driver = make_driver(num_blocks=num_blocks, **options)
+        result = drive(driver, make_config(**options), num_blocks=num_blocks, requests=requests)
+        assert driver.runner.states.num_free_slots == driver.runner.states.max_num_reqs
+        assert driver.runner.states.num_requests == 0
+        return result
+
+    return run
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False], ids=["prefix_cache", "no_prefix_cache"])
+@pytest.mark.parametrize("budget", [3, 16, 64])
+@pytest.mark.parametrize("num_blocks", [NUM_BLOCKS_BIG, 14], ids=["big_pool", "tiny_pool"])
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain"])
+def test_same_tokens_as_alone(run: Callable[..., Any], overlap: bool, num_blocks: int, budget: int, prefix_caching: bool) -> None:
+    alone: dict[str, list[int]] = {}
+    for request in make_requests():
+        alone |= run([request], async_scheduling=False, enable_prefix_caching=False)[0]
+    outputs, scheduler = run(
+        make_requests(),
+        num_blocks=num_blocks,
+        async_scheduling=overlap,
+        max_num_batched_tokens=budget,
+        enable_prefix_caching=prefix_caching,
+    )
+    assert outputs == alone
+    assert (scheduler.num_preemptions > 0) == (num_blocks == 14)
+    assert (scheduler.kv_cache_manager.prefix_cache_hits > 0) == prefix_caching
+    assert max(len(tokens) for tokens in alone.values()) > 15

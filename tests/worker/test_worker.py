@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from aioengine.config import ResolvedConfig
+from aioengine.errors import ConfigError
+from aioengine.models import loader
+from aioengine.models.files import ModelFiles
+from aioengine.worker.worker import Worker
+
+MakeConfig = Callable[..., ResolvedConfig]
+FILES = ModelFiles(name="tiny", folder=Path("nowhere"), weights=(), format="gguf")
+# The tiny model: 2 layers x keys and values x 4 tokens x 2 heads x 8 x 4 bytes.
+BYTES_PER_BLOCK = 2 * 2 * 4 * 2 * 8 * 4
+
+
+class LoadedModel:
+    num_layers = 2
+
+
+@pytest.fixture
+def make_worker(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Worker]:
+    calls: list[dict[str, Any]] = []
+
+    def load_model(files: ModelFiles, **options: Any) -> LoadedModel:
+        calls.append({"files": files, **options})
+        return LoadedModel()
+
+    monkeypatch.setattr(loader, "load_model", load_model)
+
+    def make(**options: Any) -> Worker:
+        worker = Worker(make_config(num_threads=torch.get_num_threads(), **options), files=FILES)
+        worker.load_model()
+        assert calls[-1]["files"] is FILES
+        assert calls[-1]["dtype"] == torch.float32
+        assert calls[-1]["info"].name == "tiny"
+        return worker
+
+    return make
+
+
+def test_blocks_as_configured(make_worker: Callable[..., Worker]) -> None:
+    assert make_worker(num_kv_cache_blocks=5).determine_num_kv_cache_blocks() == 5
+
+
+def test_blocks_from_memory(make_worker: Callable[..., Worker]) -> None:
+    worker = make_worker(kv_cache_memory_bytes=20 * BYTES_PER_BLOCK + 1)
+    assert worker.determine_num_kv_cache_blocks() == 20
+
+
+def test_never_more_blocks_than_all_requests_could_use(make_worker: Callable[..., Worker]) -> None:
+    assert make_worker(kv_cache_memory_bytes=1 << 30).determine_num_kv_cache_blocks() == 3 * 64 // 4 + 1
+    assert make_worker(kv_cache_memory_bytes=1 << 30, max_model_len=13).determine_num_kv_cache_blocks() == 3 * 4 + 1
+
+
+@pytest.mark.parametrize(("num_bytes", "fits"), [(17 * BYTES_PER_BLOCK, True), (17 * BYTES_PER_BLOCK - 1, False), (1, False)])
+def test_room_for_one_longest_request_or_an_error(make_worker: Callable[..., Worker], num_bytes: int, fits: bool) -> None:
+    worker = make_worker(kv_cache_memory_bytes=num_bytes)
+    if fits:
+        assert worker.determine_num_kv_cache_blocks() == 17
+        return
+    tokens = 15 * 4 if num_bytes > 1 else 0
+    with pytest.raises(ConfigError, match=rf"max_model_len \(64\) tokens takes .* GiB, .* hold {tokens} tokens; lower max_model_len"):
+        worker.determine_num_kv_cache_blocks()
+
+
+def test_the_cache_is_allocated_for_every_layer_and_freed(make_worker: Callable[..., Worker]) -> None:
+    worker = make_worker()
+    with pytest.raises(RuntimeError, match="no KV cache yet"):
+        worker.sample_tokens()
+    worker.initialize_kv_cache(9)
+    shapes = [tuple(kv_cache.shape) for kv_cache in worker.runner._kv_caches]
+    assert shapes == [(2, 9, 4, 2, 8)] * 2
+    worker.shutdown()
+    with pytest.raises(RuntimeError, match="no KV cache yet"):
+        worker.sample_tokens()
+
+
+def test_an_unknown_backend_is_refused_before_anything_is_loaded(make_config: MakeConfig) -> None:
+    with pytest.raises(ConfigError, match="unknown attention_backend 'nope'"):
+        Worker(make_config(attention_backend="nope"), files=FILES)
+
+
+def test_threads_are_set_in_the_calling_thread(make_config: MakeConfig) -> None:
+    before = torch.get_num_threads()
+    try:
+        Worker(make_config(num_threads=1), files=FILES)
+        assert torch.get_num_threads() == 1
+        config = make_config()
+        Worker(replace(config, worker=replace(config.worker, num_threads=None)), files=FILES)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
