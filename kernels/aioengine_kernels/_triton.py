@@ -1,0 +1,69 @@
+"""The one place that knows whether Triton can be used, and the decorator every kernel carries.
+
+Triton ships for Linux only and its interpreter is chosen when it is first imported, so both are settled here, once.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+__all__ = ["HAS_TRITON", "INTERPRETED", "cdiv", "jit", "next_power_of_2", "tl", "use_triton"]
+
+if TYPE_CHECKING:
+    # A kernel's body is Triton, not Python: mypy is told to look away from it, and a kernel object is Any to its launcher.
+    from typing import no_type_check as jit
+
+    import triton.language as tl
+
+    HAS_TRITON: Final = True
+else:
+    try:
+        import triton
+        import triton.language as tl
+    except ImportError:
+        HAS_TRITON = False
+        tl = None
+
+        class _MissingKernel:
+            """Stands where a kernel would be, so that a module imports without Triton."""
+
+            def __init__(self, function):
+                self.name = function.__name__
+
+            def __getitem__(self, grid):
+                raise RuntimeError(f"{self.name} needs Triton, which is not installed; call the dispatcher or the _ref function")
+
+        def jit(function):
+            return _MissingKernel(function)
+    else:
+        HAS_TRITON = True
+
+        def jit(function):
+            """triton.jit, where a parameter annotated `tl.int32` is a count that changes from step to step.
+
+            Triton compiles a variant of a kernel for arguments that are 1 or divisible by 16; for a number of requests or
+            tokens that would mean a compilation in the middle of serving, so those parameters are not specialized.
+            """
+            counts = [name for name, annotation in function.__annotations__.items() if annotation == "tl.int32"]
+            return triton.jit(function, do_not_specialize=counts)
+
+
+INTERPRETED: Final = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def use_triton(tensor: torch.Tensor) -> bool:
+    """True if kernels should run on `tensor`: it lies on a CUDA device, or Triton's interpreter was asked for."""
+    return HAS_TRITON and (tensor.is_cuda or INTERPRETED)
+
+
+def cdiv(numerator: int, denominator: int) -> int:
+    """The quotient, rounded up."""
+    return -(-numerator // denominator)
+
+
+def next_power_of_2(value: int) -> int:
+    """The smallest power of two that is at least `value`; Triton's tensors have such extents only."""
+    return 1 << max(value - 1, 0).bit_length()

@@ -1,0 +1,98 @@
+"""Every kernel compiled for sm_80 and sm_90 without a GPU, and limits on what the compiler made of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from aioengine_kernels.compile_report import SHARED_MEMORY_LIMITS
+
+KERNELS = Path(__file__).parents[2] / "kernels"
+ATTENTION = "_paged_attention_kernel"
+
+
+def compile_report(*arguments: str) -> list[dict[str, Any]]:
+    """The report's JSON, from a process that does not interpret kernels."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(KERNELS)
+    command = [sys.executable, "-m", "aioengine_kernels.compile_report", "--json", *arguments]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-8_000:]
+    reports: list[dict[str, Any]] = json.loads(result.stdout)
+    return reports
+
+
+def check_limits(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        name = f"{report['case']} {report['kernel']} {report['target']}"
+        assert report["shared_memory"] <= SHARED_MEMORY_LIMITS[report["target"]], name
+        assert report["num_registers"] <= 255, name
+        # A program of 16 warps needs its registers on one SM: 65536 of them.
+        assert report["num_registers"] * report["num_warps"] * 32 <= 65_536, name
+        if report["kernel"] == ATTENTION:
+            assert report["tensor_core"], name
+            assert report["vector_loads"] > 0, name
+
+
+@pytest.fixture(scope="module")
+def main_reports() -> list[dict[str, Any]]:
+    return compile_report("--model", "llama-3-8b")
+
+
+@pytest.mark.timeout(600)
+def test_the_kernels_compile_within_limits(main_reports: list[dict[str, Any]]) -> None:
+    check_limits(main_reports)
+    for target in ("sm_80", "sm_90"):
+        kernels = {report["kernel"] for report in main_reports if report["target"] == target}
+        assert kernels == {
+            "_apply_penalties_kernel",
+            "_apply_rope_kernel",
+            "_batch_inputs_kernel",
+            "_gated_activation_kernel",
+            "_gumbel_argmax_kernel",
+            "_join_chunks_kernel",
+            "_paged_attention_kernel",
+            "_qk_norm_rope_cache_kernel",
+            "_reduce_segments_kernel",
+            "_reshape_and_cache_kernel",
+            "_rms_norm_kernel",
+            "_token_logprobs_kernel",
+            "_top_k_top_p_kernel",
+            "_zero_blocks_kernel",
+        }
+
+
+@pytest.mark.timeout(600)
+def test_nothing_spills_in_the_main_configurations(main_reports: list[dict[str, Any]]) -> None:
+    assert [report for report in main_reports if report["spill_bytes"]] == []
+
+
+@pytest.mark.timeout(600)
+def test_memory_bound_kernels_move_16_bytes_a_load(main_reports: list[dict[str, Any]]) -> None:
+    wanted = ("_rms_norm_kernel", "_gated_activation_kernel", "_apply_penalties_kernel", "_gumbel_argmax_kernel", "_top_k_top_p_kernel")
+    for report in main_reports:
+        if report["kernel"] in wanted:
+            assert report["vector_loads"] > 0, (report["case"], report["target"])
+
+
+@pytest.mark.timeout(600)
+def test_large_query_tiles_use_wgmma_on_hopper(main_reports: list[dict[str, Any]]) -> None:
+    chunks = [r for r in main_reports if r["kernel"] == ATTENTION and "chunk" in r["case"] and r["target"] == "sm_90"]
+    assert chunks
+    assert all("wgmma" in report["tensor_core"] for report in chunks)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_every_model_and_hard_case_compiles() -> None:
+    reports = compile_report("--hard-cases")
+    check_limits(reports)
+    assert [report["case"] for report in reports if report["spill_bytes"]] == []
