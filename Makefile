@@ -1,7 +1,7 @@
 # Needs python3 >= 3.11 and make, nothing else.
 #
 #   make setup   build .venv with every version pinned in constraints.txt
-#   make demo    run eight prompts at once through the engine
+#   make demo    watch the engine at work (where the output is no terminal: run eight prompts through it)
 #   make test    run all tests
 #   make lint    ruff and mypy --strict
 #   make clean   remove caches and build outputs (make distclean: .venv too)
@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard kernels/*/__init__.py tui/*/
 	@touch $@
 
 demo: setup
-	$(BIN)/aioengine demo
+	@if [ -t 1 ]; then $(BIN)/aioengine top --demo; else $(BIN)/aioengine demo; fi
 
 test: setup
 	$(BIN)/python -m pytest

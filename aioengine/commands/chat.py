@@ -17,9 +17,18 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from aioengine.commands.runtime import describe, interrupts_handled_by, interrupts_leave_at_once, loop_factory, status, use_color
+from aioengine.commands.runtime import (
+    describe,
+    interrupts_handled_by,
+    interrupts_leave_at_once,
+    loop_factory,
+    publishing,
+    status,
+    use_color,
+)
 from aioengine.config import EngineConfig
 from aioengine.engine.async_engine import AsyncEngine
+from aioengine.engine.publishing import PublishOptions
 from aioengine.errors import InvalidRequestError
 from aioengine.outputs import RequestOutput
 from aioengine.sampling_params import SamplingParams
@@ -39,7 +48,7 @@ class ChatSettings:
     config: EngineConfig
     params: SamplingParams
     system: str | None
-    record: str | None
+    publish: PublishOptions
     stats: bool
 
 
@@ -120,7 +129,7 @@ class Conversation:
 def chat(settings: ChatSettings) -> None:
     interactive = sys.stdin.isatty()
     with interrupts_leave_at_once(), _LoopThread() as loop:
-        engine = AsyncEngine(settings.config, record=settings.record)
+        engine = AsyncEngine(settings.config, **publishing(settings.publish))
         try:
             with status(f"loading {settings.config.model} ..."):
                 loop.submit(engine.start()).result()

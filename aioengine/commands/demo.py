@@ -12,6 +12,7 @@ from aioengine.commands.demo_view import DemoView, LiveView, PlainView
 from aioengine.commands.runtime import run, started_engine
 from aioengine.config import EngineConfig
 from aioengine.engine.async_engine import AsyncEngine
+from aioengine.engine.publishing import PublishOptions
 from aioengine.events.bus import Subscription
 from aioengine.events.step_event import Event, StepEvent
 from aioengine.outputs import RequestOutput
@@ -40,7 +41,7 @@ PROMPTS = (
 class DemoSettings:
     config: EngineConfig
     params: SamplingParams
-    record: str | None
+    publish: PublishOptions
     plain: bool
     start_time: float  # perf_counter() when the command began
 
@@ -84,7 +85,7 @@ def demo(settings: DemoSettings) -> None:
 
 async def _demo(settings: DemoSettings) -> None:
     meter = StepMeter()
-    async with started_engine(settings.config, record=settings.record) as engine:
+    async with started_engine(settings.config, settings.publish) as engine:
         startup_s = time.perf_counter() - settings.start_time
         live = sys.stdout.isatty() and not settings.plain
         view: DemoView = LiveView(PROMPTS, meter.gauges) if live else PlainView(PROMPTS)

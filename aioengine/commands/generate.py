@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from aioengine.commands.runtime import describe, run, started_engine
 from aioengine.config import EngineConfig
+from aioengine.engine.publishing import PublishOptions
 from aioengine.outputs import RequestOutput
 from aioengine.sampling_params import SamplingParams
 
@@ -19,7 +20,7 @@ class GenerateSettings:
     params: SamplingParams
     chat: bool | None  # None: if the model has a chat template
     system: str | None
-    record: str | None
+    publish: PublishOptions
     stats: bool
     start_time: float  # perf_counter() when the command began
 
@@ -29,7 +30,7 @@ def generate(settings: GenerateSettings) -> None:
 
 
 async def _generate(settings: GenerateSettings) -> None:
-    async with started_engine(settings.config, record=settings.record) as engine:
+    async with started_engine(settings.config, settings.publish) as engine:
         startup_s = time.perf_counter() - settings.start_time
         output: RequestOutput | None = None
         prompt = _prompt(settings, has_template=engine.tokenizer.has_chat_template)

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import typing
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from aioengine.config import EngineConfig
 from aioengine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from aioengine.engine.publishing import PublishOptions
 
 _MODEL_HELP = 'built-in alias ("smollm2"), folder, .gguf file or Hugging Face repository'
 
@@ -41,6 +45,9 @@ _ENGINE_HELP = {
     "seed": "where requests without a seed of their own get it from (default: the operating system)",
     "check_invariants": "check the scheduler's books after every call, slow (default: no, or AIOENGINE_CHECK=1)",
 }
+
+# Of the engine that `aioengine top --demo` starts: small enough that chunks, full budgets and preemptions are seen.
+DEMO_SETTINGS = {"num_kv_cache_blocks": 129, "max_num_batched_tokens": 128, "max_num_seqs": 16}
 
 _SIZE_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
 
@@ -124,8 +131,31 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """What every subcommand that starts an engine takes."""
-    parser.add_argument("--record", metavar="FILE", help="write every step of the engine to FILE, as JSON lines (prompts as lengths only)")
+    group = parser.add_argument_group("what others can see")
+    add = group.add_argument
+    add("--record", metavar="FILE", help="write every step of the engine to FILE, as JSON lines")
+    add("--events", metavar="ADDRESS", help="publish every step at a Unix socket's path or tcp:HOST:PORT, for `aioengine top ADDRESS`")
+    add("--events-token", metavar="TOKEN", help="what a viewer over TCP must know (default: AIOENGINE_EVENTS_TOKEN)")
+    add("--allow-events-control", action="store_true", help="let viewers pause the engine, abort requests and submit prompts")
+    add("--events-text", action="store_true", help="publish and record prompts and outputs, not only their lengths")
     add_log_option(parser)
+
+
+def publish_options(args: argparse.Namespace) -> PublishOptions:
+    from aioengine.engine.publishing import PublishOptions
+
+    return PublishOptions(
+        record=args.record,
+        events=args.events,
+        events_token=events_token(args.events_token) if args.events is not None else None,
+        allow_events_control=args.allow_events_control,
+        publish_text=args.events_text,
+    )
+
+
+def events_token(given: str | None) -> str | None:
+    """A token from the command line, which other users of the machine can read, or from the environment."""
+    return given if given is not None else os.environ.get("AIOENGINE_EVENTS_TOKEN") or None
 
 
 def add_log_option(parser: argparse.ArgumentParser) -> None:

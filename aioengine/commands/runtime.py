@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 
 from aioengine.config import EngineConfig
 from aioengine.engine.async_engine import AsyncEngine
+from aioengine.engine.publishing import PublishOptions
 from aioengine.outputs import RequestOutput
 
 T = TypeVar("T")
@@ -41,9 +43,9 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 @asynccontextmanager
-async def started_engine(config: EngineConfig, *, record: str | None) -> AsyncIterator[AsyncEngine]:
+async def started_engine(config: EngineConfig, publish: PublishOptions) -> AsyncIterator[AsyncEngine]:
     """An engine that is loaded, and shut down at the end of the block."""
-    engine = AsyncEngine(config, record=record)
+    engine = AsyncEngine(config, **publishing(publish))
     try:
         with interrupts_leave_at_once(), status(f"loading {config.model} ..."):
             await engine.start()
@@ -51,6 +53,12 @@ async def started_engine(config: EngineConfig, *, record: str | None) -> AsyncIt
     finally:
         with interrupts_leave_at_once():
             await engine.shutdown()
+
+
+def publishing(options: PublishOptions) -> dict[str, Any]:
+    """The keywords of `AsyncEngine` for these options, without those that have their default."""
+    given = ((f.name, getattr(options, f.name), f.default) for f in dataclasses.fields(options))
+    return {name: value for name, value, default in given if value != default}
 
 
 @contextmanager

@@ -80,6 +80,7 @@ class BlockPool:
         self._allocated: list[int] = []
         self._freed: list[int] = []
         self._evicted: list[int] = []
+        self._registered: list[int] = []
 
     @property
     def num_total_blocks(self) -> int:
@@ -133,6 +134,7 @@ class BlockPool:
         if block_hash not in self._cached:
             self._cached[block_hash] = block_id
             self.block_hash[block_id] = block_hash
+            self._registered.append(block_id)
 
     def find(self, block_hash: BlockHash) -> int | None:
         return self._cached.get(block_hash)
@@ -154,6 +156,18 @@ class BlockPool:
 
     def take_changes(self) -> BlockChanges:
         """What happened to blocks since the last call."""
-        changes = BlockChanges(allocated=self._allocated, freed=self._freed, evicted=self._evicted)
-        self._allocated, self._freed, self._evicted = [], [], []
+        cached = [block_id for block_id in self._registered if self.block_hash[block_id] is not None]
+        changes = BlockChanges(
+            allocated=self._allocated,
+            freed=self._freed,
+            evicted=self._evicted,
+            cached=cached,
+            cached_hashes=[self.short_hash(block_id) for block_id in cached],
+        )
+        self._allocated, self._freed, self._evicted, self._registered = [], [], [], []
         return changes
+
+    def short_hash(self, block_id: int) -> str:
+        """The first hex digits of what a block caches, for people to tell contents apart; "" for a block that caches nothing."""
+        block_hash = self.block_hash[block_id]
+        return "" if block_hash is None else block_hash[:4].hex()

@@ -64,9 +64,9 @@ class KVCacheManager:
         """
         (table,) = request.block_ids
         num_tokens = request.num_computed_tokens + len(computed_block_ids) * self.block_size + num_new_tokens
-        num_new_blocks = self.num_blocks_for(num_tokens) - len(table) - len(computed_block_ids)
         new_block_ids: list[int] = []
-        if num_new_blocks > 0 or computed_block_ids:
+        if computed_block_ids or num_tokens > len(table) * self.block_size:
+            num_new_blocks = self.num_blocks_for(num_tokens) - len(table) - len(computed_block_ids)
             if num_new_blocks + self._num_free_among(computed_block_ids) > self.block_pool.num_free_blocks:
                 return None
             self.block_pool.touch(computed_block_ids)
@@ -76,9 +76,10 @@ class KVCacheManager:
             request.num_cached_blocks += len(computed_block_ids)
             if self._zero_new_blocks:
                 self._block_ids_to_zero += new_block_ids
-        # Registered before the forward has run: the worker runs steps in order, so whoever finds a block here reads it in
-        # this step, after the writes of every layer, or in a later one.
-        self.cache_blocks(request, num_tokens)
+        if num_tokens >= (request.num_cached_blocks + 1) * self.block_size:  # else no block has become full
+            # Registered before the forward has run: the worker runs steps in order, so whoever finds a block here reads
+            # it in this step, after the writes of every layer, or in a later one.
+            self.cache_blocks(request, num_tokens)
         return new_block_ids
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:

@@ -7,6 +7,7 @@ it has and the ones being sampled. That covers chunked prefill, prefix-cache hit
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Container
 
 from aioengine.config import SchedulerConfig
 from aioengine.core.kv_cache_manager import KVCacheManager
@@ -37,8 +38,9 @@ class SchedulePass:
 
         self.token_budget = config.max_num_batched_tokens
         self.num_scheduled_tokens: dict[str, int] = {}
-        self.new_block_ids: dict[str, list[int]] = {}
+        self.scheduled_reqs: list[Request] = []  # those of num_scheduled_tokens, in its order
         self.running_reqs: list[Request] = []
+        self.running_new_block_ids: list[list[int]] = []  # one list for each of running_reqs
         self.new_reqs: list[Request] = []
         self.resumed_reqs: list[Request] = []
         self.preempted_reqs: list[Request] = []
@@ -55,23 +57,22 @@ class SchedulePass:
                 new_block_ids = self._allocate_or_preempt(request, num_new_tokens)
                 if new_block_ids is None:
                     break  # it was the last one, and has been preempted itself
-                self._give(request, num_new_tokens, new_block_ids)
+                self._give(request, num_new_tokens)
                 self.running_reqs.append(request)
+                self.running_new_block_ids.append(new_block_ids)
             index += 1
 
     def _num_tokens_of_running(self, request: Request) -> int:
         num_known_tokens = request.num_tokens + request.num_output_placeholders
-        if request.num_output_placeholders and num_known_tokens - request.num_prompt_tokens >= request.max_tokens:
-            return 0  # a step in flight samples its last token
-        num_new_tokens = self._limit(num_known_tokens - request.num_computed_tokens)
-        # The token that reaches max_model_len is sampled, never computed.
-        return min(num_new_tokens, self.config.max_model_len - 1 - request.num_computed_tokens)
+        if num_known_tokens >= request.max_num_tokens:
+            return 0  # a step in flight samples its last token, which is never computed
+        return self._limit(num_known_tokens - request.num_computed_tokens)
 
     def _limit(self, num_new_tokens: int) -> int:
         threshold = self.config.long_prefill_token_threshold
         if 0 < threshold < num_new_tokens:
             num_new_tokens = threshold
-        return min(num_new_tokens, self.token_budget)
+        return num_new_tokens if num_new_tokens < self.token_budget else self.token_budget
 
     def _allocate_or_preempt(self, request: Request, num_new_tokens: int) -> list[int] | None:
         while True:
@@ -141,15 +142,15 @@ class SchedulePass:
         request.num_computed_tokens = num_computed_tokens
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = num_computed_tokens
-        self._give(request, num_new_tokens, new_block_ids)
+        self._give(request, num_new_tokens)
         return None
 
     def _key(self, request: Request) -> SchedulingKey:
         return scheduling_key(self.config.policy, request)
 
-    def _give(self, request: Request, num_new_tokens: int, new_block_ids: list[int]) -> None:
+    def _give(self, request: Request, num_new_tokens: int) -> None:
         self.num_scheduled_tokens[request.request_id] = num_new_tokens
-        self.new_block_ids[request.request_id] = new_block_ids
+        self.scheduled_reqs.append(request)
         self.token_budget -= num_new_tokens
 
     # ------------------------------------------------------------------ what the worker is told
@@ -165,12 +166,9 @@ class SchedulePass:
             for request in self.new_reqs
         ]
 
-    def make_cached_request_data(self, prev_step_req_ids: set[str]) -> CachedRequestData:
+    def make_cached_request_data(self, prev_step_req_ids: Container[str]) -> CachedRequestData:
         """The differences for requests that the worker knows. `prev_step_req_ids`: who was in the previous step."""
-        new_block_ids: list[tuple[list[int], ...] | None] = []
-        for request in self.running_reqs:
-            added = self.new_block_ids[request.request_id]
-            new_block_ids.append((added,) if added else None)
+        new_block_ids: list[tuple[list[int], ...] | None] = [(added,) if added else None for added in self.running_new_block_ids]
         new_block_ids += [tuple(list(table) for table in request.block_ids) for request in self.resumed_reqs]
         requests = self.running_reqs + self.resumed_reqs
         return CachedRequestData(
@@ -181,5 +179,5 @@ class SchedulePass:
             },
             new_block_ids=new_block_ids,
             num_computed_tokens=[request.num_computed_tokens for request in requests],
-            num_output_tokens=[request.num_output_tokens + request.num_output_placeholders for request in requests],
+            num_output_tokens=[r.num_tokens - r.num_prompt_tokens + r.num_output_placeholders for r in requests],
         )

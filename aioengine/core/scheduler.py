@@ -6,7 +6,7 @@ Plain synchronous code without a clock: the same calls in the same order give th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from aioengine.config import CacheConfig, SchedulerConfig
@@ -15,7 +15,7 @@ from aioengine.core.kv_cache_manager import KVCacheManager
 from aioengine.core.request_queue import RequestQueue
 from aioengine.core.schedule_pass import SchedulePass
 from aioengine.core.scheduler_output import AdmissionStop, BlockChanges, SchedulerOutput, SchedulerStats
-from aioengine.core.stop import check_stop
+from aioengine.core.stop import check_stop, may_stop, set_end_conditions
 from aioengine.errors import InvalidRequestError
 from aioengine.outputs import EngineCoreOutput, ModelRunnerOutput
 from aioengine.request import Request, RequestStatus
@@ -59,13 +59,14 @@ class Scheduler:
         self._last_updated_step_id = 0
         self._finished_req_ids: set[str] = set()  # ended, not yet told to the worker
         self._lingering_req_ids: set[str] = set()  # ended, the worker may still hold them
-        self._prev_step_req_ids: set[str] = set()
+        self._prev_step_req_ids: Container[str] = ()
         self._admission_stop: AdmissionStop = "queue_empty"
 
     # ------------------------------------------------------------------ requests in and out
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequestError if it could never run to its end here."""
         self._check_fits(request)
+        set_end_conditions(request, max_model_len=self.config.max_model_len, eos_token_ids=self.eos_token_ids)
         request.arrival_index = self._num_arrived
         self._num_arrived += 1
         self.requests[request.request_id] = request
@@ -155,18 +156,17 @@ class Scheduler:
             preempted_req_ids=frozenset(request.request_id for request in plan.preempted_reqs),
             new_block_ids_to_zero=self.kv_cache_manager.take_block_ids_to_zero(),
         )
-        self._update_after_schedule(output)
+        self._update_after_schedule(plan)
         self._check(output)
         return output
 
-    def _update_after_schedule(self, output: SchedulerOutput) -> None:
+    def _update_after_schedule(self, plan: SchedulePass) -> None:
         """Advance the counters past the step at once, so that the next one can be planned before its tokens are known."""
-        for req_id, num_tokens in output.num_scheduled_tokens.items():
-            request = self.requests[req_id]
+        for request, num_tokens in zip(plan.scheduled_reqs, plan.num_scheduled_tokens.values(), strict=True):
             request.num_computed_tokens += num_tokens
             if request.num_computed_tokens == request.num_tokens + request.num_output_placeholders:
                 request.num_output_placeholders += 1  # this step samples its next token
-        self._prev_step_req_ids = set(output.num_scheduled_tokens)
+        self._prev_step_req_ids = plan.num_scheduled_tokens
         self._finished_req_ids.clear()  # the output has its own copy
 
     def update_from_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
@@ -188,36 +188,34 @@ class Scheduler:
             token_ids = output.sampled_token_ids[output.req_id_to_index[req_id]]
             if not token_ids:
                 continue
-            num_accepted = self._append_tokens(request, token_ids)
+            new_token_ids = self._append_tokens(request, token_ids)
+            finish_reason = None
             if request.is_finished:
                 ended.add(req_id)
+                finish_reason = request.finish_reason
             logprobs = output.logprobs.get(req_id)
+            if logprobs is not None:
+                logprobs = logprobs[: len(new_token_ids)]
+            # By position: keywords would take three times as long.
             core_outputs.append(
-                EngineCoreOutput(
-                    request_id=req_id,
-                    new_token_ids=token_ids[:num_accepted],
-                    finish_reason=request.finish_reason,
-                    stop_reason=request.stop_reason,
-                    logprobs=logprobs[:num_accepted] if logprobs is not None else None,
-                    num_cached_tokens=request.num_cached_tokens,
-                )
+                EngineCoreOutput(req_id, new_token_ids, finish_reason, request.stop_reason, logprobs, request.num_cached_tokens)
             )
         self._remove_ended(ended)
         self._check()
         return core_outputs
 
-    def _append_tokens(self, request: Request, token_ids: list[int]) -> int:
-        """Append sampled tokens until one stops the request; returns how many were appended."""
+    def _append_tokens(self, request: Request, token_ids: list[int]) -> list[int]:
+        """Append sampled tokens until one stops the request; returns those that were appended."""
         request.num_output_placeholders -= len(token_ids)
         for num_accepted, token_id in enumerate(token_ids, 1):
             request.append_output_token_id(token_id)
-            if self._ends(request):
-                return num_accepted
-        return len(token_ids)
+            if may_stop(request, token_id) and self._ends(request):
+                return token_ids[:num_accepted]
+        return token_ids
 
     def _ends(self, request: Request) -> bool:
         was_waiting = request.status == RequestStatus.PREEMPTED
-        if not check_stop(request, max_model_len=self.config.max_model_len, eos_token_ids=self.eos_token_ids):
+        if not check_stop(request, eos_token_ids=self.eos_token_ids):
             return False
         if was_waiting:  # preempted while the step that ends it was in flight
             self.waiting.remove(request)
@@ -243,6 +241,11 @@ class Scheduler:
     def is_lingering(self, request_id: str) -> bool:
         """The request ended, but the worker has not yet confirmed the step that tells it so."""
         return request_id in self._lingering_req_ids
+
+    @property
+    def lingering_req_ids(self) -> frozenset[str]:
+        """Ended requests that the worker may still hold: told in a step that has not come back, or not told yet."""
+        return frozenset(self._lingering_req_ids)
 
     def take_report(self) -> ScheduleReport:
         """Why the last `schedule()` stopped admitting, and what happened to blocks since the last report."""

@@ -17,13 +17,14 @@ from aioengine.core.scheduler_output import SchedulerStats
 from aioengine.engine.batch import collect_batch, naming_prompt, params_for_each
 from aioengine.engine.detokenizer import TextTokenizer
 from aioengine.engine.engine_core import EngineCore
+from aioengine.engine.event_control import EngineController
 from aioengine.engine.input_processor import InputProcessor, ProcessedInput, Prompt, check_request_options
 from aioengine.engine.output_collector import OutputCollector
 from aioengine.engine.output_processor import OutputProcessor
+from aioengine.engine.publishing import Publisher, PublishOptions
 from aioengine.engine.startup import find_parts, parts_for_executor
 from aioengine.errors import AioEngineError, EngineDeadError, InvalidRequestError
 from aioengine.events.bus import DEFAULT_MAXLEN, StepBus, Subscription
-from aioengine.events.recorder import StepRecorder
 from aioengine.events.step_event import EngineSnapshot
 from aioengine.events.wire import WireHeader
 from aioengine.executor.base import Executor
@@ -45,6 +46,9 @@ class AsyncEngine:
 
     model: a name as in `EngineConfig.model`, or an `EngineConfig`; `options` are its fields and change it.
     record: a file that every step event is written to, as JSON lines.
+    events: publishes the step events, for `aioengine top` in another process: a path for a Unix socket, which only its
+        owner can use, or "tcp:HOST:PORT", which needs an `events_token`. allow_events_control: viewers may also pause and
+        step the engine, abort requests and submit prompts. publish_text: events and recordings hold prompts and outputs.
     executor: runs the steps instead of the built-in one, `aioengine.testing.FakeExecutor` for example. No model is
         looked up then: `model_info` (default: the executor's own attribute of that name) states its facts, and without
         a `tokenizer` object prompts and outputs are token ids only.
@@ -63,6 +67,10 @@ class AsyncEngine:
         *,
         executor: Executor | None = None,
         record: str | Path | None = None,
+        events: str | Path | None = None,
+        events_token: str | None = None,
+        allow_events_control: bool = False,
+        publish_text: bool = False,
         tokenizer: str | TextTokenizer | None = None,
         model_info: ModelInfo | None = None,
         **options: Any,
@@ -71,11 +79,11 @@ class AsyncEngine:
             options["tokenizer"] = tokenizer
         self._config = EngineConfig.from_options(model, options)
         self._executor = executor
-        self._record = record
         self._tokenizer = None if isinstance(tokenizer, str) else tokenizer
         self._model_info = model_info
         self._bus = StepBus()
-        self._recorder: StepRecorder | None = None
+        options_of_events = PublishOptions(record, events, events_token, allow_events_control, publish_text)
+        self._publisher = Publisher(options_of_events, bus=self._bus)
         self._resolved: ResolvedConfig | None = None
         self._input: InputProcessor | None = None
         self._output: OutputProcessor | None = None
@@ -111,6 +119,7 @@ class AsyncEngine:
             raise
 
     async def _start(self) -> None:
+        self._publisher.bind()
         if self._executor is None:
             parts = await find_parts(self._config, tokenizer=self._tokenizer)
         else:
@@ -118,18 +127,17 @@ class AsyncEngine:
         executor = self._executor = parts.executor
         resolved = self._resolved = parts.config
         self._model_info, self._tokenizer = parts.model_info, parts.tokenizer
-        if self._record is not None:
-            self._recorder = StepRecorder(self._record, WireHeader.create(self._model_info.name, resolved))
-            self._bus.add_observer(self._recorder)
+        self._publisher.record(self._model_info.name, resolved)
 
         await asyncio.wrap_future(executor.load_model())
         num_blocks = resolved.cache.num_kv_cache_blocks
         if num_blocks is None:
             num_blocks = await asyncio.wrap_future(executor.determine_num_kv_cache_blocks())
         await asyncio.wrap_future(executor.initialize_kv_cache(num_blocks))
-        self._start_core(executor, resolved, num_blocks)
+        core = self._start_core(executor, resolved, num_blocks)
+        await self._publisher.serve(snapshot=core.make_snapshot, control=self.control)
 
-    def _start_core(self, executor: Executor, resolved: ResolvedConfig, num_blocks: int) -> None:
+    def _start_core(self, executor: Executor, resolved: ResolvedConfig, num_blocks: int) -> EngineCore:
         scheduler = Scheduler(
             resolved.scheduler,
             cache=resolved.cache,
@@ -144,7 +152,8 @@ class AsyncEngine:
             max_tokens_limit=scheduler.max_tokens_limit,
             seed=resolved.seed,
         )
-        self._output = OutputProcessor(self._tokenizer)
+        publish_text = self._publisher.options.publish_text
+        self._output = OutputProcessor(self._tokenizer, publish_text=publish_text)
         self._core = EngineCore(
             scheduler,
             executor,
@@ -152,8 +161,10 @@ class AsyncEngine:
             on_outputs=self._output.process_outputs,
             on_failure=self._on_failure,
             check_invariants=resolved.check_invariants,
+            text_source=self._output if publish_text else None,
         )
         self._core.start()
+        return self._core
 
     async def shutdown(self) -> None:
         """Stop for good: live streams end with EngineDeadError, the worker stops, a recording is closed. Idempotent."""
@@ -171,9 +182,8 @@ class AsyncEngine:
         if self._core is not None:
             await self._core.stop()
         await self._stop_executor()
+        await self._publisher.close()
         self._bus.close()
-        if self._recorder is not None:
-            await asyncio.to_thread(self._recorder.close)
 
     def _stop_executor(self) -> asyncio.Task[None]:
         if self._executor_stopping is None:
@@ -285,9 +295,24 @@ class AsyncEngine:
         internal_id = self._output.internal_id(request_id)
         if internal_id is None:
             return False
-        self._core.finish_requests([internal_id], RequestStatus.FINISHED_ABORTED)
-        self._output.abort([internal_id])
+        return self.abort_scheduled(internal_id)
+
+    def abort_scheduled(self, scheduled_id: str) -> bool:
+        """As `abort`, by the id that events show (it differs where a name was used again at once)."""
+        if self._core is None or self._output is None or not self._output.is_live(scheduled_id):
+            return False
+        self._core.finish_requests([scheduled_id], RequestStatus.FINISHED_ABORTED)
+        self._output.abort([scheduled_id])
         return True
+
+    async def submit_unattended(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> str:
+        """Start a request that nobody reads: only events show it. Returns the id that they show. Raises as `generate` does."""
+        arrival_time = time.perf_counter()
+        self._running_core()
+        assert self._input is not None
+        processed = await self._input.process(prompt, sampling_params)
+        scheduled_id, _ = self._submit(processed, request_id=None, arrival_time=arrival_time, final_only=True)
+        return scheduled_id
 
     def _submit(
         self,
@@ -317,7 +342,7 @@ class AsyncEngine:
         )
         collector = self._output.add_request(internal_id, user_id, processed, now=arrival_time, final_only=final_only)
         try:
-            core.add_request(request)
+            core.add_request(request, prompt=processed.prompt if self._publisher.options.publish_text else None)
         except BaseException:
             self._output.discard(internal_id)
             raise
@@ -355,6 +380,31 @@ class AsyncEngine:
         self._core.check_health()
         return self._core
 
+    # ------------------------------------------------------------------ pausing
+    def pause(self) -> None:
+        """Schedule no further step until `resume()`; steps in flight end, requests still come and go. Idempotent.
+
+        Raises AioEngineError if the engine is not started, EngineDeadError if it stopped.
+        """
+        self._running_core().pause()
+
+    def resume(self) -> None:
+        """Undo `pause()`. Idempotent."""
+        self._running_core().resume()
+
+    async def step(self) -> int | None:
+        """Run one step of a paused engine; its id, or None if there was nothing to run. Raises AioEngineError if not paused."""
+        return await self._running_core().step()
+
+    @property
+    def is_paused(self) -> bool:
+        return self._core is not None and self._core.is_paused
+
+    @property
+    def control(self) -> EngineController:
+        """Commands, in the form that viewers use."""
+        return EngineController(self)
+
     # ------------------------------------------------------------------ what it is and how it is doing
     @property
     def config(self) -> EngineConfig:
@@ -390,6 +440,11 @@ class AsyncEngine:
         """Where the step events are published, for observers that want to be called."""
         return self._bus
 
+    @property
+    def wire_header(self) -> WireHeader:
+        """What precedes the events where they are recorded or published. Raises AioEngineError before `start()`."""
+        return _started(self._publisher.header)
+
     def snapshot(self) -> EngineSnapshot:
         """The full state now. Raises AioEngineError before `start()`."""
         return _started(self._core).make_snapshot()
@@ -397,6 +452,10 @@ class AsyncEngine:
     def stats(self) -> SchedulerStats:
         """Gauges and totals now. Raises AioEngineError before `start()`."""
         return _started(self._core).make_stats()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. Refused (False) while a request holds KV blocks. Raises AioEngineError before `start()`."""
+        return _started(self._core).scheduler.reset_prefix_cache()
 
     def check_health(self) -> None:
         """Raise EngineDeadError if the engine cannot take another step, AioEngineError if it is not started."""

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from aioengine.core.invariants import check_no_leak, check_scheduler
 from aioengine.core.scheduler import Scheduler
 from aioengine.core.scheduler_output import SchedulerOutput, SchedulerStats
+from aioengine.engine.engine_snapshot import TextSource, build_snapshot
 from aioengine.engine.failure_report import describe_event, describe_output
+from aioengine.engine.step_gate import StepGate, StepWaiter
 from aioengine.errors import EngineDeadError
 from aioengine.events.bus import StepBus
-from aioengine.events.step_event import EngineSnapshot, Event, FinishedInfo, RequestInfo, RequestSnapshot, StepEvent, StepResultEvent
+from aioengine.events.step_event import EngineSnapshot, Event, FinishedInfo, RequestInfo, StepEvent, StepResultEvent
 from aioengine.executor.base import Executor
 from aioengine.outputs import EngineCoreOutput, FinishReason, ModelRunnerOutput
 from aioengine.request import Request, RequestStatus
@@ -80,6 +82,7 @@ class EngineCore:
         on_outputs: OutputCallback,
         on_failure: FailureCallback,
         check_invariants: bool = False,
+        text_source: TextSource | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
@@ -89,6 +92,7 @@ class EngineCore:
         self._on_outputs = on_outputs
         self._on_failure = on_failure
         self._check_invariants = check_invariants
+        self._text_source = text_source
 
         self._in_flight: deque[_StepInFlight] = deque()
         self._wake_up = asyncio.Event()  # a request came or went, or the worker has a result
@@ -96,6 +100,7 @@ class EngineCore:
         self._task: asyncio.Task[None] | None = None
         self._error: BaseException | None = None
         self._stopped = False
+        self._gate = StepGate()
         self._current: SchedulerOutput | None = None  # the step that is being handled, for the log of a failure
         self._recent_events: deque[Event] = deque(maxlen=_NUM_EVENTS_KEPT)
         self._requests: dict[str, Request] = {}  # the live ones; the scheduler forgets those that it ends itself
@@ -116,6 +121,7 @@ class EngineCore:
             self._stopped = True
             self.finish_requests(list(self.scheduler.requests), RequestStatus.FINISHED_ABORTED)
             self._publish(self.make_snapshot())
+        self._gate.fail(EngineDeadError("the engine was shut down"))
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -178,6 +184,37 @@ class EngineCore:
             self._wake_up.set()
         return ended
 
+    # ------------------------------------------------------------------ pausing
+    @property
+    def is_paused(self) -> bool:
+        return self._gate.is_paused
+
+    def pause(self) -> None:
+        """Schedule no further step until `resume()`; those in flight end as usual. Requests still come and go. Idempotent."""
+        self.check_health()
+        if not self._gate.is_paused:
+            self._gate.is_paused = True
+            self._publish(self.make_snapshot())
+
+    def resume(self) -> None:
+        """Undo `pause()`. Idempotent."""
+        self.check_health()
+        if self._gate.is_paused:
+            self._gate.nothing_to_run()
+            self._gate.is_paused = False
+            self._publish(self.make_snapshot())
+            self._wake_up.set()
+
+    def step(self) -> StepWaiter:
+        """Let one step run while paused. Its id comes when its tokens have been taken in, None if there is nothing to run.
+
+        Raises AioEngineError if the engine is not paused.
+        """
+        self.check_health()
+        waiter = self._gate.allow_one()
+        self._wake_up.set()
+        return waiter
+
     # ------------------------------------------------------------------ the loop
     async def _run(self) -> None:
         try:
@@ -196,10 +233,10 @@ class EngineCore:
 
     async def _run_until_idle(self) -> None:
         while True:
-            while len(self._in_flight) < self._max_concurrent_batches and self._schedule_step():
+            while len(self._in_flight) < self._max_concurrent_batches and self._gate.is_open and self._schedule_step():
                 pass
             if not self._in_flight:
-                if not self.scheduler.has_work:
+                if not self.scheduler.has_work or not self._gate.is_open:
                     return
                 raise AssertionError("requests wait, no step is in flight, and the scheduler has nothing to run")
             step = self._in_flight[0]
@@ -228,6 +265,7 @@ class EngineCore:
         execute = self.executor.execute_model(output)
         sample = self.executor.sample_tokens()
         self._in_flight.append(_StepInFlight(output, execute, sample))
+        self._gate.note_scheduled(output.step_id)
         execute.add_done_callback(self._on_execute_done)
         sample.add_done_callback(self._on_worker_done)
         report = self.scheduler.take_report()
@@ -262,6 +300,7 @@ class EngineCore:
         self._collect_finished(outputs, ends)
         self._finish(ends)
         timing = result.timing
+        added, self._added = self._added, []
         finished, self._finished = self._finished, []
         self._publish(
             StepResultEvent(
@@ -278,9 +317,12 @@ class EngineCore:
                 update_start=update_start,
                 update_end=update_end,
                 finished=finished,
+                added=added,
+                new_text=self._text_source.take_new_text() if self._text_source is not None else {},
             )
         )
         self._current = None
+        self._gate.note_done(step.output.step_id)
 
     def _collect_finished(self, outputs: list[EngineCoreOutput], ends: Sequence[RequestEnd]) -> None:
         """Note the requests that the scheduler itself ended, by a stop token or the length.
@@ -302,7 +344,10 @@ class EngineCore:
         self._finished.append(FinishedInfo(request_id, reason, request.num_output_tokens, stop_reason))
 
     def _become_idle(self) -> None:
-        check_no_leak(self.scheduler)
+        """Nothing can run: there is no work, or the engine is paused."""
+        self._gate.nothing_to_run()
+        if not self.scheduler.has_work:
+            check_no_leak(self.scheduler)
         if self._check_invariants:
             check_scheduler(self.scheduler)
         if self._added or self._finished:
@@ -332,13 +377,11 @@ class EngineCore:
 
     def make_snapshot(self) -> EngineSnapshot:
         """The full state, as it stands between two calls of the scheduler."""
-        pool = self.scheduler.kv_cache_manager.block_pool
-        return EngineSnapshot(
-            step_id=self.scheduler.last_step_id,
-            time=time.perf_counter(),
-            stats=self.scheduler.make_stats(),
-            requests=[_snapshot_request(request) for request in self.scheduler.requests.values()],
-            cached_block_ids=[block_id for block_id, block_hash in enumerate(pool.block_hash) if block_hash is not None],
+        return build_snapshot(
+            self.scheduler,
+            in_flight=[step.output for step in self._in_flight],
+            paused=self._gate.is_paused,
+            text_source=self._text_source,
         )
 
     # ------------------------------------------------------------------ failure
@@ -357,20 +400,5 @@ class EngineCore:
 
     def _die(self, exc: BaseException) -> None:
         self._error = exc
+        self._gate.fail(EngineDeadError(f"the engine died of {type(exc).__name__}: {exc}"))
         self._on_failure(exc)
-
-
-def _snapshot_request(request: Request) -> RequestSnapshot:
-    return RequestSnapshot(
-        request_id=request.request_id,
-        status=request.status.name,
-        num_prompt_tokens=request.num_prompt_tokens,
-        num_output_tokens=request.num_output_tokens,
-        num_computed_tokens=request.num_computed_tokens,
-        num_cached_tokens=request.num_cached_tokens,
-        max_tokens=request.max_tokens,
-        arrival_time=request.arrival_time,
-        num_preemptions=request.num_preemptions,
-        priority=request.priority,
-        block_ids=list(request.block_ids[0]),
-    )

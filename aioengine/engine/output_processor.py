@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 class _LiveRequest:
     user_id: str
     collector: OutputCollector
+    prompt: str | None
     detokenizer: Detokenizer | None  # None: there is no tokenizer, only token ids
 
     @property
@@ -35,9 +36,13 @@ class OutputProcessor:
     the same name is still being cleaned up. `clock` gives seconds of `time.perf_counter()`.
     """
 
-    def __init__(self, tokenizer: TextTokenizer | None, *, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, tokenizer: TextTokenizer | None, *, clock: Callable[[], float] = time.perf_counter, publish_text: bool = False
+    ) -> None:
         self._tokenizer = tokenizer
         self._clock = clock
+        self._publish_text = publish_text
+        self._new_text: dict[str, str] = {}  # for observers, of the step at hand
         self._live: dict[str, _LiveRequest] = {}
         self._internal_ids: dict[str, str] = {}  # user's id -> scheduler's id, of live requests
 
@@ -56,7 +61,7 @@ class OutputProcessor:
         detokenizer = None
         if self._tokenizer is not None:
             detokenizer = Detokenizer(self._tokenizer, prompt_token_ids=processed.prompt_token_ids, sampling_params=params)
-        self._live[internal_id] = _LiveRequest(user_id, collector, detokenizer)
+        self._live[internal_id] = _LiveRequest(user_id, collector, processed.prompt, detokenizer)
         self._internal_ids[user_id] = internal_id
         return collector
 
@@ -67,6 +72,9 @@ class OutputProcessor:
     def internal_id(self, user_id: str) -> str | None:
         """The scheduler's id of a live request; None: there is none of that name."""
         return self._internal_ids.get(user_id)
+
+    def is_live(self, internal_id: str) -> bool:
+        return internal_id in self._live
 
     @property
     def num_live(self) -> int:
@@ -94,6 +102,15 @@ class OutputProcessor:
         if live is not None:
             del self._internal_ids[live.user_id]
         return live
+
+    # ------------------------------------------------------------------ what observers may read (a TextSource)
+    def take_new_text(self) -> dict[str, str]:
+        new_text, self._new_text = self._new_text, {}
+        return new_text
+
+    def text_of(self, request_id: str) -> tuple[str | None, str | None]:
+        live = self._live.get(request_id)
+        return (None, None) if live is None else (live.prompt, live.text)
 
     # ------------------------------------------------------------------ one step
     def process_outputs(self, outputs: list[EngineCoreOutput]) -> list[RequestEnd]:
@@ -123,6 +140,7 @@ class OutputProcessor:
         token_ids = output.new_token_ids
         stop_string = None
         num_tokens = len(token_ids)
+        num_chars_before = len(live.text) if self._publish_text else 0
         if live.detokenizer is not None:
             # A stop token ends the text but is no part of it.
             num_text_tokens = num_tokens - 1 if output.finish_reason == "stop" else num_tokens
@@ -134,6 +152,8 @@ class OutputProcessor:
             else:
                 if output.finish_reason is not None:
                     stop_string = live.detokenizer.finish()
+        if self._publish_text:
+            self._new_text[output.request_id] = live.text[num_chars_before:]
         live.collector.push(
             live.text,
             token_ids[:num_tokens],

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from aioengine.core.scheduler_output import AdmissionStop, BlockChanges, SchedulerOutput, SchedulerStats
 from aioengine.outputs import FinishReason
+from aioengine.sampling_params import SamplingParams
 
 SCHEMA_VERSION = 1
 
@@ -50,8 +51,8 @@ class StepEvent:
     queue_depth: int  # steps in flight, this one included
     schedule_start: float
     schedule_end: float
-    added: list[RequestInfo] = field(default_factory=list)  # arrived since the previous StepEvent
-    finished: list[FinishedInfo] = field(default_factory=list)  # ended since the previous StepEvent (aborts, stop strings)
+    added: list[RequestInfo] = field(default_factory=list)  # arrived since the previous event
+    finished: list[FinishedInfo] = field(default_factory=list)  # ended since the previous event: aborts, mostly
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,8 @@ class StepResultEvent:
     update_start: float
     update_end: float
     finished: list[FinishedInfo] = field(default_factory=list)
+    added: list[RequestInfo] = field(default_factory=list)  # arrived since the previous event
+    new_text: dict[str, str] = field(default_factory=dict)  # req_id -> text; only where the user asked for text to be published
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,9 @@ class RequestSnapshot:
     num_preemptions: int
     priority: int
     block_ids: list[int]
+    sampling_params: SamplingParams | None = None
+    prompt: str | None = None  # these two only where the user asked for text to be published
+    text: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +106,11 @@ class EngineSnapshot:
     stats: SchedulerStats
     requests: list[RequestSnapshot]
     cached_block_ids: list[int]  # blocks whose content the prefix cache can serve
+    cached_block_hashes: list[str] = field(default_factory=list)  # the first hex digits, one for each of them
+    # Ended requests that the worker has not forgotten yet -> the step in flight that tells it so; 0: none does yet.
+    lingering: dict[str, int] = field(default_factory=dict)
+    num_in_flight: int = 0  # steps
+    paused: bool = False  # nothing is scheduled until the engine is resumed
 
 
 Event = StepEvent | StepResultEvent | EngineSnapshot

@@ -45,9 +45,9 @@ class Foldable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """The viewer's state at another place of a recording (a seek): it replaces the present one."""
+    """The viewer's state at another place of a recording (a seek): it becomes the present one."""
 
-    state: Any  # what the source's `make_state` built
+    state: Any  # built by the source's `make_state`; nobody else holds it
 
 
 StreamItem = WireHeader | Event | Gap | SourceStatus | Restored

@@ -83,9 +83,16 @@ def encode(event: Event, *, include_prompts: bool = False) -> bytes:
         case StepEvent():
             return _dumps(_step_to_dict(event, include_prompts))
         case StepResultEvent():
-            return _dumps(_flat_to_dict("result", event))
+            line = _flat_to_dict("result", event)
+            if not include_prompts:
+                line["new_text"] = {}
+                line["added"] = [_without_prompt(info) for info in event.added]
+            return _dumps(line)
         case EngineSnapshot():
-            return _dumps(_flat_to_dict("snapshot", event))
+            line = _flat_to_dict("snapshot", event)
+            if not include_prompts:
+                line["requests"] = [_without_text(request) for request in event.requests]
+            return _dumps(line)
 
 
 def _dumps(value: dict[str, Any]) -> bytes:
@@ -104,13 +111,23 @@ def _flat_to_dict(tag: str, event: StepResultEvent | EngineSnapshot) -> dict[str
     return {"type": tag, **{name: getattr(event, name) for name in _FIELDS[type(event)]}}
 
 
+def _without_prompt(info: RequestInfo) -> RequestInfo:
+    return info if info.prompt is None else dataclasses.replace(info, prompt=None)
+
+
+def _without_text(request: RequestSnapshot) -> RequestSnapshot:
+    if request.prompt is None and request.text is None:
+        return request
+    return dataclasses.replace(request, prompt=None, text=None)
+
+
 def _step_to_dict(event: StepEvent, include_prompts: bool) -> dict[str, Any]:
     line: dict[str, Any] = {"type": "step"}
     for name in _FIELDS[StepEvent]:
         line[name] = getattr(event, name)
     line["output"] = _output_to_dict(event.output, include_prompts)
     if not include_prompts:
-        line["added"] = [dataclasses.replace(info, prompt=None) if info.prompt is not None else info for info in event.added]
+        line["added"] = [_without_prompt(info) for info in event.added]
     return line
 
 
@@ -177,7 +194,6 @@ def _loads(line: bytes | str) -> dict[str, Any]:
 
 def _step_from_dict(fields: dict[str, Any]) -> StepEvent:
     fields["output"] = _output_from_dict(fields["output"])
-    fields["added"] = [RequestInfo(**info) for info in fields["added"]]
     return StepEvent(**_common_from_dict(fields))
 
 
@@ -187,14 +203,21 @@ def _result_from_dict(fields: dict[str, Any]) -> StepResultEvent:
 
 def _snapshot_from_dict(fields: dict[str, Any]) -> EngineSnapshot:
     fields["stats"] = SchedulerStats(**fields["stats"])
-    fields["requests"] = [RequestSnapshot(**request) for request in fields["requests"]]
+    fields["requests"] = [_request_snapshot_from_dict(request) for request in fields["requests"]]
     return EngineSnapshot(**fields)
+
+
+def _request_snapshot_from_dict(fields: dict[str, Any]) -> RequestSnapshot:
+    if fields.get("sampling_params") is not None:
+        fields["sampling_params"] = SamplingParams(**fields["sampling_params"])
+    return RequestSnapshot(**fields)
 
 
 def _common_from_dict(fields: dict[str, Any]) -> dict[str, Any]:
     fields["stats"] = SchedulerStats(**fields["stats"])
     fields["block_changes"] = BlockChanges(**fields["block_changes"])
     fields["finished"] = [FinishedInfo(**info) for info in fields["finished"]]
+    fields["added"] = [RequestInfo(**info) for info in fields.get("added", ())]
     return fields
 
 

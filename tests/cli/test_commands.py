@@ -17,6 +17,7 @@ from aioengine.commands import chat, demo, runtime
 from aioengine.commands.demo_view import LiveView, PlainView
 from aioengine.config import EngineConfig
 from aioengine.engine.async_engine import AsyncEngine
+from aioengine.engine.publishing import PublishOptions
 from aioengine.events.replay import read_recording
 from aioengine.events.step_event import StepEvent
 from aioengine.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -34,9 +35,9 @@ def fake_engines(monkeypatch: pytest.MonkeyPatch) -> FakeEngines:
     def install(answer: str, **executor_options: Any) -> list[AsyncEngine]:
         built: list[AsyncEngine] = []
 
-        def make(config: EngineConfig, *, record: str | None = None) -> AsyncEngine:
+        def make(config: EngineConfig, *, record: str | None = None, events: str | None = None) -> AsyncEngine:
             executor = FakeExecutor(next_token=scripted(answer), **executor_options)
-            built.append(AsyncEngine(config, executor=executor, tokenizer=FakeTokenizer(), record=record))
+            built.append(AsyncEngine(config, executor=executor, tokenizer=FakeTokenizer(), record=record, events=events))
             return built[-1]
 
         monkeypatch.setattr(runtime, "AsyncEngine", make)
@@ -137,7 +138,7 @@ from aioengine.cli import main
 from aioengine.commands import runtime
 from aioengine.engine.async_engine import AsyncEngine
 from aioengine.testing import FakeExecutor, FakeTokenizer
-runtime.AsyncEngine = lambda config, record: AsyncEngine(
+runtime.AsyncEngine = lambda config, record=None: AsyncEngine(
     config, executor=FakeExecutor(forward_s=0.005), tokenizer=FakeTokenizer(), record=record
 )
 sys.exit(main(["generate", "hi", "--max-tokens", "2000", "--ignore-eos"]))
@@ -253,7 +254,9 @@ def test_chat_goes_on_after_a_message_that_does_not_fit(
 
 
 def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = chat.ChatSettings(EngineConfig(), SamplingParams(temperature=0.0, max_tokens=500), system=None, record=None, stats=False)
+    settings = chat.ChatSettings(
+        EngineConfig(), SamplingParams(temperature=0.0, max_tokens=500), system=None, publish=PublishOptions(), stats=False
+    )
 
     class Terminal(io.StringIO):
         """The user presses Ctrl-C when the fifth character has arrived."""

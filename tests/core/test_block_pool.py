@@ -135,3 +135,20 @@ def test_removed_requests_leave_no_trace_in_the_queue() -> None:
     queue.remove(requests[0])
     queue.add(requests[0])
     assert queue.pop() is requests[0]
+
+
+def test_changes_tell_which_blocks_became_findable_and_still_are() -> None:
+    pool = BlockPool(4)
+    first, second = pool.allocate(2)
+    pool.register(first, b"aaaa1")
+    pool.register(second, b"aaaa1")  # the same content: the first block stays the one
+    changes = pool.take_changes()
+    assert changes.cached == [first]
+    assert changes.cached_hashes == [b"aaaa".hex()]
+    pool.register(second, b"bbbb2")
+    pool.free([second, first])
+    pool.allocate(3)  # takes all, so what was registered above is gone again
+    changes = pool.take_changes()
+    assert changes.cached == []
+    assert sorted(changes.evicted) == sorted([first, second])
+    assert pool.take_changes().cached == []

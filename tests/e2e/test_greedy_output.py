@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from aioengine_bench.workloads import load_workload
 
 from aioengine import AsyncEngine, RequestOutput, SamplingParams
+from aioengine_bench.workloads import load_workload
 
 Gaps = Callable[[Any, list[int], list[int]], list[float]]
 
@@ -53,12 +55,56 @@ async def test_ten_chats_equal_transformers(smollm2_oracle: Any, oracle_gaps: Ga
         assert output.finish_reason == ("stop" if len(output.token_ids) < 24 else "length")
 
 
-@pytest.mark.model
-@pytest.mark.timeout(600)
-async def test_sixty_four_mixed_prompts_equal_transformers(smollm2_oracle: Any, oracle_gaps: Gaps) -> None:
+async def run_mixed(*, alone: bool = False, **options: Any) -> tuple[list[RequestOutput], int]:
+    """The 64 requests of the "mixed" workload; how often something was preempted."""
     workload = load_workload("mixed")
     params = [SamplingParams(temperature=0, max_tokens=request.max_tokens, ignore_eos=True) for request in workload.requests]
-    async with AsyncEngine("smollm2", dtype="float32", max_num_seqs=workload.max_num_seqs) as engine:
-        outputs = await engine.generate_batch([request.prompt_token_ids for request in workload.requests], params, progress=False)
-    assert [len(output.token_ids) for output in outputs] == [request.max_tokens for request in workload.requests]
-    assert_greedy(outputs, smollm2_oracle, oracle_gaps)
+    prompts = [request.prompt_token_ids for request in workload.requests]
+    async with AsyncEngine("smollm2", dtype="float32", max_num_seqs=1 if alone else workload.max_num_seqs, **options) as engine:
+        outputs = await engine.generate_batch(prompts, params, progress=False)
+        return outputs, engine.stats().num_preemptions
+
+
+@pytest.fixture(scope="module")
+def mixed_outputs() -> list[RequestOutput]:
+    outputs, _ = asyncio.run(run_mixed())
+    return outputs
+
+
+@pytest.mark.model
+@pytest.mark.timeout(900)
+def test_sixty_four_mixed_prompts_equal_transformers(mixed_outputs: list[RequestOutput], smollm2_oracle: Any, oracle_gaps: Gaps) -> None:
+    expected = [request.max_tokens for request in load_workload("mixed").requests]
+    assert [len(output.token_ids) for output in mixed_outputs] == expected
+    assert_greedy(mixed_outputs, smollm2_oracle, oracle_gaps)
+
+
+# 3,200 token slots, where the 32 requests that may run at once come to some 7,000 tokens.
+TINY_POOL = 200
+
+
+@pytest.mark.model
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("overlap", "blocks", "chunk", "prefix_cache"),
+    [
+        pytest.param(*point, marks=[] if point == (False, TINY_POOL, 16, False) else [pytest.mark.slow])
+        for point in itertools.product([True, False], [None, TINY_POOL], [0, 16], [True, False])
+    ],
+)
+async def test_the_real_model_gives_the_same_tokens_under_every_schedule(
+    mixed_outputs: list[RequestOutput], overlap: bool, blocks: int | None, chunk: int, prefix_cache: bool
+) -> None:
+    outputs, num_preemptions = await run_mixed(
+        async_scheduling=overlap, num_kv_cache_blocks=blocks, long_prefill_token_threshold=chunk, enable_prefix_caching=prefix_cache
+    )
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in mixed_outputs]
+    assert (num_preemptions > 0) == (blocks is not None)
+
+
+@pytest.mark.model
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+async def test_the_real_model_gives_the_same_tokens_to_a_request_alone(mixed_outputs: list[RequestOutput]) -> None:
+    outputs, _ = await run_mixed(alone=True)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in mixed_outputs]

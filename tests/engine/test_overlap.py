@@ -92,7 +92,7 @@ async def test_events_tell_of_each_request_once(start_rig: Any, overlap: bool) -
     results = [event for event in events if isinstance(event, StepResultEvent)]
     both: list[StepEvent | StepResultEvent] = [*steps, *results]
     assert [event.step_id for event in steps] == [event.step_id for event in results] == list(range(1, len(steps) + 1))
-    added = [info.request_id for event in steps for info in event.added]
+    added = [info.request_id for event in both for info in event.added]
     ended = [info for event in both for info in event.finished]
     assert len(added) == len(set(added)) == len(ended) == 16
     assert {info.request_id for info in ended} == set(added)

@@ -17,7 +17,7 @@ from aioengine.core.scheduler_output import (
     SchedulerOutput,
     SchedulerStats,
 )
-from aioengine.events.step_event import SCHEMA_VERSION, Event, RequestInfo, StepEvent
+from aioengine.events.step_event import SCHEMA_VERSION, EngineSnapshot, Event, RequestInfo, StepEvent, StepResultEvent
 from aioengine.events.wire import HIDDEN_TOKEN_ID, WireError, WireHeader, decode, decode_header, encode, encode_header
 from aioengine.sampling_params import SamplingParams
 from tests.events.strategies import events
@@ -53,8 +53,10 @@ STEP = StepEvent(
 
 def without_prompts(event: Event) -> Event:
     """What a reader sees of `event` when prompts travel as lengths."""
-    if not isinstance(event, StepEvent):
-        return event
+    if isinstance(event, EngineSnapshot):
+        return dataclasses.replace(event, requests=[dataclasses.replace(req, prompt=None, text=None) for req in event.requests])
+    if isinstance(event, StepResultEvent):
+        return dataclasses.replace(event, new_text={}, added=[dataclasses.replace(info, prompt=None) for info in event.added])
     new = [
         dataclasses.replace(req, prompt_token_ids=[HIDDEN_TOKEN_ID] * len(req.prompt_token_ids)) for req in event.output.scheduled_new_reqs
     ]

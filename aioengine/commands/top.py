@@ -1,0 +1,186 @@
+"""`aioengine top`: the dashboard, on the terminal, as plain text, as JSON, or in a browser."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import gc
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aioengine.commands.runtime import interrupts_leave_at_once, run, status
+from aioengine.errors import AioEngineError
+from aioengine.events.source import StepSource, open_source
+from aioengine_tui.plain import render_plain
+from aioengine_tui.state import DashboardState
+
+if TYPE_CHECKING:
+    from aioengine.config import EngineConfig
+
+_FIRST_STATE_S = 10.0  # longest wait for the first state of an engine
+_SETTLE_S = 1.5  # --once on a live engine: long enough for rates to mean something
+_PLAIN_INTERVAL_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class TopSettings:
+    address: str | None  # None: --demo
+    once: bool
+    as_json: bool
+    web: bool
+    host: str
+    port: int
+    theme: str
+    refresh: float
+    token: str | None
+    demo_config: EngineConfig
+
+
+def top(settings: TopSettings) -> None:
+    with contextlib.ExitStack() as stack:
+        address = settings.address
+        if address is None:
+            address = stack.enter_context(demo_engine(settings.demo_config))
+        # A browser's page runs this command with its standard output connected to the web server.
+        on_screen = sys.stdout.isatty() or "TEXTUAL_DRIVER" in os.environ
+        if settings.web:
+            _serve(address, settings)
+        elif settings.once or settings.as_json or not on_screen:
+            run(_print_states(address, settings))
+        else:
+            _show(address, settings)
+
+
+def _show(address: str, settings: TopSettings) -> None:
+    from aioengine_tui.app import DashboardApp
+
+    source = open_source(address, make_state=DashboardState, token=settings.token)
+    # A hundred events a second are thousands of new objects and no cycles: looking for cycles often costs a sixth of it all.
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+    app = DashboardApp(source, theme=settings.theme, refresh=settings.refresh)
+    app.run()
+    if app.return_code:
+        raise AioEngineError(app.failure or "the dashboard ended with an error")
+
+
+# ---------------------------------------------------------------------------------------------------- plain text
+async def _print_states(address: str, settings: TopSettings) -> None:
+    """One state, or one every few seconds until the source ends."""
+    state = DashboardState()
+    async with open_source(address, make_state=DashboardState, token=settings.token) as source:
+        taking = asyncio.create_task(_take(source, state))
+        try:
+            if source.player is not None:
+                await source.player.seek_fraction(1.0)  # of a recording the end is asked for
+            await _wait_for_state(state, taking)
+            if source.player is None and settings.once:
+                await asyncio.wait([taking], timeout=_SETTLE_S)
+            while True:
+                if source.player is None:
+                    state.tick(source.now())
+                _print_state(state, as_json=settings.as_json)
+                if settings.once or source.player is not None or taking.done():
+                    break
+                await asyncio.wait([taking], timeout=_PLAIN_INTERVAL_S)
+        finally:
+            taking.cancel()
+            await asyncio.gather(taking, return_exceptions=True)
+
+
+async def _take(source: StepSource, state: DashboardState) -> None:
+    async for item in source:
+        state.apply(item)
+
+
+async def _wait_for_state(state: DashboardState, taking: asyncio.Task[None]) -> None:
+    deadline = time.monotonic() + _FIRST_STATE_S
+    while state.stats is None and not taking.done():
+        if time.monotonic() > deadline:
+            raise AioEngineError(f"no state came within {_FIRST_STATE_S:g} s")
+        await asyncio.wait([taking], timeout=0.02)
+    if taking.done():
+        taking.result()
+
+
+def _print_state(state: DashboardState, *, as_json: bool) -> None:
+    print(json.dumps(state.to_json(), ensure_ascii=False) if as_json else render_plain(state, width=100) + "\n", flush=True)
+
+
+# ---------------------------------------------------------------------------------------------------- browser
+def _serve(address: str, settings: TopSettings) -> None:
+    """Serve the dashboard as a web page; every page is a viewer of its own."""
+    try:
+        from aioengine.commands.top_web import LocalServer
+    except ImportError as exc:
+        raise AioEngineError("--web needs the package textual-serve: pip install 'aioengine[web]'") from exc
+    command = [sys.executable, "-m", "aioengine", "top", address, "--theme", settings.theme, "--refresh", f"{settings.refresh:g}"]
+    if settings.token is not None:
+        os.environ["AIOENGINE_EVENTS_TOKEN"] = settings.token  # not on the command line, which other users can read
+    LocalServer(shlex.join(command), host=settings.host, port=settings.port, title="aioengine top").serve()
+
+
+# ---------------------------------------------------------------------------------------------------- demo
+@contextlib.contextmanager
+def demo_engine(config: EngineConfig) -> Iterator[str]:
+    """An engine with a live workload in a child process; yields the address of its private socket.
+
+    The child ends with this block, and by itself if this process is killed: its standard input closes then.
+    """
+    from aioengine.models.hub import resolve_model
+
+    with interrupts_leave_at_once():
+        resolve_model(config.model)  # here, where the progress of a first download can be seen
+    with tempfile.TemporaryDirectory(prefix="aioengine-top-") as folder:  # made 0700
+        address, log = Path(folder) / "events.sock", Path(folder) / "engine.log"
+        with log.open("wb") as log_file:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "aioengine.commands.demo_workload", str(address), "--config", config_to_json(config)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log_file,
+                start_new_session=True,  # Ctrl-C is for the dashboard, which ends the child itself
+            )
+        try:
+            with status("starting the engine ..."):
+                _wait_until_ready(child, log)
+            yield str(address)
+        finally:
+            _end(child)
+
+
+def config_to_json(config: EngineConfig) -> str:
+    """The settings of `config` that differ from the defaults, for the child's command line."""
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    defaults = type(config)()
+    return json.dumps({name: value for name, value in fields.items() if value != getattr(defaults, name)})
+
+
+def _wait_until_ready(child: subprocess.Popen[bytes], log: Path) -> None:
+    """The child says "ready" when its engine publishes, and nothing if it failed before."""
+    assert child.stdout is not None, "it was started with a pipe"
+    if not child.stdout.readline():
+        said = log.read_text(errors="replace").strip().splitlines()[-3:]
+        raise AioEngineError(f"the engine of the demo ended with status {child.wait()}: {' | '.join(said) or 'it said nothing'}")
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    assert child.stdin is not None, "it was started with a pipe"
+    child.stdin.close()
+    try:
+        child.wait(timeout=10)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+    if child.stdout is not None:
+        child.stdout.close()

@@ -1,0 +1,63 @@
+"""The full state of an engine for observers that come late."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Protocol
+
+from aioengine.core.scheduler import Scheduler
+from aioengine.core.scheduler_output import SchedulerOutput
+from aioengine.events.step_event import EngineSnapshot, RequestSnapshot
+from aioengine.request import Request
+
+
+class TextSource(Protocol):
+    """Where observers' text comes from, if the user asked for text to be published. Called in the loop."""
+
+    def take_new_text(self) -> dict[str, str]:
+        """Request id -> what its text has grown by since the last call."""
+
+    def text_of(self, request_id: str) -> tuple[str | None, str | None]:
+        """The prompt and the output so far; None where there is none."""
+
+
+def build_snapshot(
+    scheduler: Scheduler, *, in_flight: Iterable[SchedulerOutput], paused: bool, text_source: TextSource | None
+) -> EngineSnapshot:
+    """The state as it stands between two calls of the scheduler. Takes time proportional to everything alive and cached."""
+    outputs = list(in_flight)
+    told = {req_id: output.step_id for output in outputs for req_id in output.finished_req_ids}
+    pool = scheduler.kv_cache_manager.block_pool
+    cached_block_ids = [block_id for block_id, block_hash in enumerate(pool.block_hash) if block_hash is not None]
+    return EngineSnapshot(
+        step_id=scheduler.last_step_id,
+        time=time.perf_counter(),
+        stats=scheduler.make_stats(),
+        requests=[_snapshot_request(request, text_source) for request in scheduler.requests.values()],
+        cached_block_ids=cached_block_ids,
+        cached_block_hashes=[pool.short_hash(block_id) for block_id in cached_block_ids],
+        lingering={req_id: told.get(req_id, 0) for req_id in sorted(scheduler.lingering_req_ids)},
+        num_in_flight=len(outputs),
+        paused=paused,
+    )
+
+
+def _snapshot_request(request: Request, text_source: TextSource | None) -> RequestSnapshot:
+    prompt, text = text_source.text_of(request.request_id) if text_source is not None else (None, None)
+    return RequestSnapshot(
+        request_id=request.request_id,
+        status=request.status.name,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_output_tokens=request.num_output_tokens,
+        num_computed_tokens=request.num_computed_tokens,
+        num_cached_tokens=request.num_cached_tokens,
+        max_tokens=request.max_tokens,
+        arrival_time=request.arrival_time,
+        num_preemptions=request.num_preemptions,
+        priority=request.priority,
+        block_ids=list(request.block_ids[0]),
+        sampling_params=request.sampling_params,
+        prompt=prompt,
+        text=text,
+    )

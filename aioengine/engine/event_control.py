@@ -1,0 +1,49 @@
+"""What a viewer may do to an engine: `aioengine.events.protocol.EngineControl` over an `AsyncEngine`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aioengine.errors import AioEngineError
+from aioengine.events.protocol import ControlError
+from aioengine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from aioengine.engine.async_engine import AsyncEngine
+
+
+class EngineController:
+    """Commands of viewers, in this process or from a socket. Belongs to the engine and its event loop.
+
+    Every failure is a ControlError with the engine's own words.
+    """
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+
+    async def pause(self) -> None:
+        try:
+            self._engine.pause()
+        except AioEngineError as exc:
+            raise ControlError(str(exc)) from exc
+
+    async def resume(self) -> None:
+        try:
+            self._engine.resume()
+        except AioEngineError as exc:
+            raise ControlError(str(exc)) from exc
+
+    async def step(self) -> int | None:
+        try:
+            return await self._engine.step()
+        except AioEngineError as exc:
+            raise ControlError(str(exc)) from exc
+
+    async def abort(self, request_id: str) -> bool:
+        return self._engine.abort_scheduled(request_id)
+
+    async def submit(self, prompt: str, *, max_tokens: int = 64, temperature: float = 0.0) -> str:
+        try:
+            return await self._engine.submit_unattended(prompt, SamplingParams(max_tokens=max_tokens, temperature=temperature))
+        except AioEngineError as exc:
+            raise ControlError(str(exc)) from exc

@@ -1,0 +1,65 @@
+"""Where an engine's events go beside its own process: a recording, a socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aioengine.events.bus import StepBus
+from aioengine.events.protocol import EngineControl
+from aioengine.events.recorder import StepRecorder
+from aioengine.events.server import EventServer
+from aioengine.events.step_event import EngineSnapshot
+from aioengine.events.wire import WireHeader
+
+
+@dataclass(frozen=True, slots=True)
+class PublishOptions:
+    """What the user asked for."""
+
+    record: str | Path | None = None  # a file
+    events: str | Path | None = None  # a socket's path, or tcp:HOST:PORT
+    events_token: str | None = None
+    allow_events_control: bool = False
+    publish_text: bool = False
+
+
+class Publisher:
+    """Owns the recorder and the event server of one engine."""
+
+    def __init__(self, options: PublishOptions, *, bus: StepBus) -> None:
+        self.options = options
+        self._bus = bus
+        self._server: EventServer | None = None
+        self._recorder: StepRecorder | None = None
+        self.header: WireHeader | None = None
+
+    def bind(self) -> None:
+        """Take the socket's address, early. Raises ConfigError."""
+        options = self.options
+        if options.events is not None:
+            self._server = EventServer(options.events, token=options.events_token, include_text=options.publish_text)
+
+    def record(self, model: str, config: Any) -> None:
+        """Fix the header and start the recording, if one is wanted. Raises ConfigError."""
+        self.header = WireHeader.create(model, config, include_prompts=self.options.publish_text)
+        if self.options.record is not None:
+            self._recorder = StepRecorder(self.options.record, self.header)
+            self._bus.add_observer(self._recorder)
+
+    async def serve(self, *, snapshot: Callable[[], EngineSnapshot], control: EngineControl) -> None:
+        """Let viewers in."""
+        if self._server is not None:
+            assert self.header is not None
+            allowed = control if self.options.allow_events_control else None
+            await self._server.start(bus=self._bus, header=self.header, snapshot=snapshot, control=allowed)
+
+    async def close(self) -> None:
+        """End the connections and the recording. Idempotent."""
+        if self._server is not None:
+            await self._server.close()
+        if self._recorder is not None:
+            await asyncio.to_thread(self._recorder.close)

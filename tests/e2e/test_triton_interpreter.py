@@ -1,0 +1,65 @@
+"""The whole engine on Triton's interpreter, through the same tables, kernels and calls as on a GPU: the tokens of the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).parents[2]
+GREEDY = range(6)
+SEEDED = range(6, 8)
+
+
+def make_requests() -> list[dict[str, Any]]:
+    """Greedy ones with shared prefixes, and two equal ones that are sampled with the same seed and every filter."""
+    rng = random.Random(7)
+    shared = [rng.randrange(2, 258) for _ in range(20)]
+    requests = []
+    for index in GREEDY:
+        prompt = shared[: rng.choice([0, 16, 20])] + [rng.randrange(2, 258) for _ in range(rng.randint(1, 30))]
+        params = {"temperature": 0, "max_tokens": rng.randint(4, 14), "min_tokens": 2, "logprobs": 2 if index == 1 else None}
+        requests.append({"prompt": prompt, "params": params})
+    sampled = {"temperature": 0.9, "seed": 3, "top_k": 50, "top_p": 0.95, "min_p": 0.001, "max_tokens": 6, "ignore_eos": True}
+    return requests + [{"prompt": shared, "params": sampled} for _ in SEEDED]
+
+
+def run_engine(folder: Path, backend: str, **environment: str) -> dict[str, Any]:
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = os.pathsep.join(str(ROOT / part) for part in ("", "kernels", "tui", "benchmarks"))
+    command = [sys.executable, str(Path(__file__).parent / "interpreted" / "run_engine.py"), str(folder), backend]
+    result = subprocess.run(
+        [*command, json.dumps(make_requests())],
+        env={**inherited, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-8_000:]
+    outcome: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return outcome
+
+
+@pytest.mark.timeout(600)
+def test_the_tokens_of_the_interpreter_are_those_of_the_cpu(tiny_model: Path) -> None:
+    expected = run_engine(tiny_model, "torch_paged")
+    actual = run_engine(tiny_model, "triton", TRITON_INTERPRET="1")
+    assert actual["num_preemptions"] > 0, "the pool was meant to force preemption"
+    for index in GREEDY:
+        for field in ("token_ids", "finish_reason"):
+            assert actual["outputs"][index][field] == expected["outputs"][index][field], f"request {index}"
+    first, second = (actual["outputs"][index]["token_ids"] for index in SEEDED)
+    assert len(first) == 6
+    assert first == second, "the same seed gives the same tokens"
+
+    for place, wanted in zip(actual["outputs"][1]["logprobs"], expected["outputs"][1]["logprobs"], strict=True):
+        assert [(token, rank) for token, _, rank in place] == [(token, rank) for token, _, rank in wanted]
+        assert [value for _, value, _ in place] == pytest.approx([value for _, value, _ in wanted], abs=1e-3)

@@ -1,0 +1,266 @@
+"""Going about in a recording."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import orjson
+import pytest
+
+from aioengine.events.playback import FileSource
+from aioengine.events.recording_index import STRIDE, RecordingIndex
+from aioengine.events.replay import Player, read_recording
+from aioengine.events.step_event import StepEvent, StepResultEvent
+from aioengine.events.stream import StreamItem
+from aioengine.events.wire import WireError
+from aioengine_tui.model.export import state_to_json
+from aioengine_tui.state import DashboardState
+from tests.tui.runs import make_run
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("recording") / "run.jsonl"
+    asyncio.run(make_run(num_requests=60, record=path))
+    return path
+
+
+def as_bytes(state: DashboardState) -> bytes:
+    return orjson.dumps(state_to_json(state, complete=True))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        await asyncio.sleep(0.005)
+
+
+# ---------------------------------------------------------------------------------------------------- the index
+def test_the_index_finds_every_step_and_landmark(path: Path) -> None:
+    events = read_recording(path).events
+    index = RecordingIndex(path)
+    while not index.scan(budget_s=0.001):
+        pass
+    assert index.num_events == len(events) > 3 * STRIDE
+    steps = [(position + 1, event) for position, event in enumerate(events) if isinstance(event, StepEvent)]
+    for position, event in steps:
+        assert index.position_of_step(event.step_id) == position
+    assert index.position_of_step(10**6) == len(events)
+    preempting = [position for position, event in steps if event.output.preempted_req_ids]
+    assert preempting
+    position, found = 0, []
+    while (following := index.next_landmark("preemption", position)) is not None:
+        position = following
+        found.append(position)
+    assert found == preempting
+    assert index.next_landmark("preemption", len(events), backwards=True) == preempting[-1]
+    assert index.next_landmark("preemption", preempting[0], backwards=True) is None
+    aborting = [
+        position + 1
+        for position, event in enumerate(events)
+        if isinstance(event, (StepEvent, StepResultEvent)) and any(info.finish_reason == "abort" for info in event.finished)
+    ]
+    assert index.next_landmark("abort", 0) == aborting[0]
+    starts = {event.step_id: (event.schedule_start, position) for position, event in steps}
+    durations = {
+        event.update_end - starts[event.step_id][0]: starts[event.step_id][1] for event in events if isinstance(event, StepResultEvent)
+    }
+    slowest = [durations[seconds] for seconds in sorted(durations, reverse=True)]
+    assert index.next_landmark("slowest", 0) == slowest[0]
+    assert index.next_landmark("slowest", slowest[0]) == slowest[1]
+    assert index.next_landmark("slowest", slowest[1], backwards=True) == slowest[0]
+
+
+def test_times_and_steps_are_counted_from_any_place(path: Path) -> None:
+    events = read_recording(path).events
+    index = RecordingIndex(path)
+    index.scan()
+    behind = [position + 1 for position, event in enumerate(events) if isinstance(event, StepEvent)]
+    for start in (0, 1, behind[5], behind[5] + 1, len(events)):
+        for count in (1, 2, 40):
+            later = [position for position in behind if position > start]
+            earlier = [position for position in behind if position < start]
+            assert index.position_of_steps_from(start, count) == (later[count - 1] if len(later) >= count else len(events))
+            assert index.position_of_steps_from(start, -count) == (earlier[-count] if len(earlier) >= count else 0)
+    middle = events[len(events) // 2].time - index.first_time
+    place = index.position_of_time(middle)
+    assert events[place - 1].time - index.first_time <= middle < events[place].time - index.first_time
+    assert index.position_of_time(-1) == 0
+    assert index.position_of_time(1e9) == len(events)
+
+
+def test_a_growing_file_with_a_torn_line(path: Path, tmp_path: Path) -> None:
+    lines = path.read_bytes().splitlines(keepends=True)
+    copy = tmp_path / "growing.jsonl"
+    copy.write_bytes(b"".join(lines[:10]) + lines[10][:20])
+    player = Player(copy, make_state=DashboardState)
+    assert player.index.scan()
+    assert player.index.num_events == 9
+    while player.next_event() is not None:
+        pass
+    assert player.position == 9
+    with copy.open("ab") as file:
+        file.write(lines[10][20:] + lines[11])
+    assert player.index.scan()
+    assert player.index.num_events == 11
+    assert player.next_event() is not None
+    assert player.position == 10
+    player.close()
+
+
+def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WireError, match="cannot read"):
+        RecordingIndex(tmp_path / "absent")
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("hello\n")
+    with pytest.raises(WireError, match="line 1"):
+        RecordingIndex(bad)
+
+
+# ---------------------------------------------------------------------------------------------------- the player
+def test_every_place_has_the_state_of_having_come_there_step_by_step(path: Path) -> None:
+    recording = read_recording(path)
+    length = len(recording.events)
+    places = (length, length - 1, length - 2, 5, 100, 99, 0, length // 2, length // 2 - 1, 3, length)
+    expected: dict[int, bytes] = {}
+    state = DashboardState()
+    state.apply(recording.header)
+    for position, event in enumerate([*recording.events, None]):
+        if position in places:
+            expected[position] = as_bytes(state)
+        if event is not None:
+            state.apply(event)
+    player = Player(path, make_state=DashboardState)
+    for place in places:
+        player.seek(place)
+        assert player.position == place
+        assert as_bytes(player.state) == expected[place], place
+    player.close()
+
+
+def test_the_states_that_are_kept_are_a_bounded_number(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioengine.events.replay._FIRST_INTERVAL", 4)
+    monkeypatch.setattr("aioengine.events.replay._MAX_CHECKPOINTS", 10)
+    player = Player(path, make_state=DashboardState)
+    while player.next_event() is not None:
+        assert len(player._checkpoints) <= 10
+    assert len(player._checkpoints) >= 5
+    end = player.position
+    player.seek(end - 1)
+    assert player.position == end - 1
+    player.close()
+
+
+def test_stepping_back_folds_few_events(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    player = Player(path, make_state=DashboardState)
+    player.seek(10**9)
+    player.seek(player.position - 1)
+    folded = 0
+    real = DashboardState.apply
+
+    def counting(self: DashboardState, item: StreamItem) -> None:
+        nonlocal folded
+        folded += 1
+        real(self, item)
+
+    monkeypatch.setattr(DashboardState, "apply", counting)
+    for _ in range(20):
+        player.seek(player.position - 1)
+    assert folded <= 20 * 40
+    player.close()
+
+
+# ---------------------------------------------------------------------------------------------------- the source
+@contextlib.asynccontextmanager
+async def watching(source: FileSource, state: DashboardState) -> AsyncIterator[None]:
+    async def consume() -> None:
+        async for item in source:
+            state.apply(item)
+
+    async with source:
+        task = asyncio.create_task(consume())
+        yield
+        assert not task.done() or task.exception() is None
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def test_it_plays_to_the_end_at_its_speed(path: Path) -> None:
+    state = DashboardState()
+    source = FileSource(path, make_state=DashboardState)
+    start = time.monotonic()
+    async with watching(source, state):
+        source.set_speed(2.0)
+        await until(lambda: state.status.state == "playing")
+        await until(lambda: not source.playing)
+        await until(lambda: state.num_events == source.length)
+        took = time.monotonic() - start
+        assert source.duration / 2 * 0.8 < took < source.duration / 2 + 2
+        assert state.status.position == state.status.length == source.length
+        assert state.requests == {}
+        assert source.elapsed == pytest.approx(source.duration)
+
+
+async def test_pause_step_seek_and_jump(path: Path) -> None:
+    state = DashboardState()
+    source = FileSource(path, make_state=DashboardState, playing=False)
+    async with watching(source, state):
+        await until(lambda: state.header is not None)
+        assert state.last_step_id == 0
+        for expected in (1, 2, 3):
+            await source.step()
+            await until(lambda: state.last_step_id == expected)  # noqa: B023
+        await source.step(-1)
+        await until(lambda: state.last_step_id == 2)
+        await source.step(10)
+        await until(lambda: state.last_step_id == 12)
+        await source.seek_step(40)
+        await until(lambda: state.last_step_id == 40)
+        assert state.current is not None
+        assert state.current.in_flight
+        assert await source.jump("preemption")
+        await until(lambda: state.num_events == source.position)
+        assert state.current.preempted_ids
+        before = state.last_step_id
+        assert before > 40
+        moved = await source.jump("preemption", backwards=True)
+        await until(lambda: state.num_events == source.position)
+        assert (state.last_step_id < before) == moved
+        assert await source.jump("slowest")
+        await source.seek_fraction(1.0)
+        await until(lambda: state.status.position == source.length and state.requests == {})
+        assert not await source.jump("preemption")
+        await source.seek_time(0.0)
+        await until(lambda: state.num_events <= 2)
+        assert state.status.state == "paused"
+        source.play()
+        await until(lambda: state.num_events > 10)
+        source.toggle()
+        await until(lambda: state.status.state == "paused")
+        shown = state.num_events
+        await asyncio.sleep(0.05)
+        assert state.num_events == shown
+        now = source.now()
+        await asyncio.sleep(0.02)
+        assert source.now() == now
+
+
+@pytest.fixture
+def damaged(path: Path, tmp_path: Path) -> Path:
+    lines = path.read_bytes().splitlines(keepends=True)
+    bad = tmp_path / "bad.jsonl"
+    bad.write_bytes(b"".join([*lines[:5], b"garbage\n", *lines[5:]]))
+    return bad
+
+
+async def test_a_damaged_line_stops_the_replay_and_says_where(damaged: Path) -> None:
+    state = DashboardState()
+    source = FileSource(damaged, make_state=DashboardState)
+    async with watching(source, state):
+        await until(lambda: "line 6" in state.status.detail)
+        assert state.num_events == 4

@@ -1,0 +1,206 @@
+"""Graphs, bars, lanes, grids and tables as lines of text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioengine_tui.model.blocks import ALLOCATED, CACHED, FREE, RELEASED, SHARED, USED
+from aioengine_tui.model.rows import Lanes, RequestRow, StepRecord
+from aioengine_tui.widgets.block_grid import GridLayout, grid_lines, legend
+from aioengine_tui.widgets.graph import bar, graph_rows
+from aioengine_tui.widgets.lanes import lane_lines, lane_window
+from aioengine_tui.widgets.request_table import Moment, request_columns, token_bar
+from aioengine_tui.widgets.scroll import ScrollState
+from aioengine_tui.widgets.step_rows import budget_bar, kind_tokens, step_header, step_line
+from aioengine_tui.widgets.table import choose_columns, header_line, row_line, sorted_rows
+from aioengine_tui.widgets.text import line_text, width_of
+from tests.tui.support import busy_state
+
+
+# ---------------------------------------------------------------------------------------------------- graphs and bars
+def test_a_graph_grows_from_below_with_the_newest_value_at_the_right() -> None:
+    assert graph_rows([0, 1, 2, 4], width=6, height=2) == ["     █", "   ▄██"]
+    assert graph_rows([0.5], width=3, height=1, top=1.0) == ["  ▄"]
+
+
+def test_a_graph_never_draws_something_as_nothing() -> None:
+    assert graph_rows([1e-9, 100.0, None, 0.0], width=4, height=1) == ["▁█  "]
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=5), st.integers(5, 60))
+def test_a_bar_is_right_to_a_cell(shares: list[float], width: int) -> None:
+    total = sum(shares)
+    if total > 1:
+        shares = [share / total for share in shares]
+    fills = "abcde"
+    text = line_text(bar([(share, fills[index], "text") for index, share in enumerate(shares)], width=width))
+    assert len(text) == width
+    present = sum(share > 0 for share in shares)
+    assert abs(width - text.count("·") - sum(shares) * width) <= max(1, present)
+    assert all(fills[index] in text for index, share in enumerate(shares) if share > 0)
+
+
+# ---------------------------------------------------------------------------------------------------- lanes
+def _step(step_id: int, start: float) -> StepRecord:
+    template = busy_state().steps[0]
+    lanes = Lanes((start, start + 0.001), (start + 0.001, start + 0.007), (start + 0.007, start + 0.008), (start + 0.009, start + 0.010))
+    return StepRecord(
+        **{**{name: getattr(template, name) for name in StepRecord.__slots__}, "step_id": step_id, "time": start, "lanes": lanes}
+    )
+
+
+def test_lanes_show_the_phases_of_steps_below_each_other() -> None:
+    steps = [_step(1, 0.0), _step(2, 0.010)]
+    window = lane_window(steps, num_steps=6)
+    assert window == (0.0, 0.020)
+    lines = [line_text(line).rstrip() for line in lane_lines(steps, start=window[0], end=window[1], width=29)]
+    assert lines == [
+        "schedule ░         ▚",
+        "execute   ░░░░░░    ██████",
+        "sample          ░         ▓",
+        "update            ░         ▒",
+        "         20.0ms shown, a cell is 1.0ms; odd steps are ░",
+    ]
+
+
+def test_work_shorter_than_a_cell_is_still_seen() -> None:
+    lines = lane_lines([_step(2, 0.0)], start=0.0, end=10.0, width=19)
+    assert [line_text(line)[9:].rstrip() for line in lines[:4]] == ["▚", "█", "▓", "▒"]
+
+
+# ---------------------------------------------------------------------------------------------------- blocks
+def test_every_block_state_has_a_glyph_of_its_own() -> None:
+    layout = GridLayout.of(6, width=30, rows=1)
+    codes = bytes([FREE, CACHED, USED, SHARED, ALLOCATED, RELEASED])
+    text = line_text(grid_lines(codes, layout)[0])
+    assert text.split() == ["·", "░", "█", "▓", "+", "-"]
+    assert line_text(grid_lines(codes, layout, lit=[3], cursor=1)[0]).split() == ["░", "#", "▓", "+", "-"]
+
+
+@pytest.mark.parametrize(("num_blocks", "width", "rows"), [(1, 1, 1), (119, 80, 17), (10_000, 80, 17), (10_000, 60, 9), (65_536, 160, 40)])
+def test_all_blocks_fall_on_cells_that_fit(num_blocks: int, width: int, rows: int) -> None:
+    layout = GridLayout.of(num_blocks, width=width, rows=rows)
+    lines = grid_lines(bytes(num_blocks), layout)
+    assert len(lines) <= rows
+    assert all(width_of(line_text(line)) <= width for line in lines)
+    assert [block for cell in range(layout.num_cells) for block in layout.blocks_of(cell)] == list(range(1, num_blocks + 1))
+    for block in (1, num_blocks):
+        cell = layout.cell_of(block)
+        x, y = layout.gutter + cell % layout.columns * layout.cell_width, cell // layout.columns
+        assert layout.cell_at(x, y) == cell
+    assert layout.cell_at(width, 0) is None
+
+
+def test_a_cell_of_several_blocks_shows_how_many_are_owned() -> None:
+    layout = GridLayout(num_blocks=40, columns=5, rows=1, per_cell=8, cell_width=1, gutter=0)
+    codes = bytes([USED] * 8 + [USED] * 4 + [FREE] * 4 + [USED] + [FREE] * 7 + [SHARED] * 5 + [USED] * 3 + [FREE] * 7 + [RELEASED])
+    assert line_text(grid_lines(codes, layout)[0]) == "█▄▁▓-"
+    assert "1 cell = 8 blocks" in line_text(legend(8))
+
+
+# ---------------------------------------------------------------------------------------------------- tables
+@dataclass
+class Item:
+    name: str
+    value: int | None
+
+
+def test_the_least_important_columns_go_first_and_no_number_is_cut() -> None:
+    columns = request_columns(Moment())
+    for width in range(12, 200):
+        chosen = choose_columns(columns, width)
+        assert sum(size + 1 for _, size in chosen) - 1 <= width
+        assert all(size >= column.width for column, size in chosen)
+    assert [column.name for column, _ in choose_columns(columns, 60)] == [
+        "request",
+        "state",
+        "step",
+        "tokens",
+        "prompt",
+        "output",
+        "blocks",
+    ]
+    assert len(choose_columns(columns, 160)) == len(columns)
+
+
+def test_rows_without_a_value_come_last_in_both_directions() -> None:
+    state = busy_state()
+    ttft = next(column for column in request_columns(Moment()) if column.name == "ttft")
+    rows = sorted_rows(list(state.rows()), ttft, reverse=False)
+    backwards = sorted_rows(list(state.rows()), ttft, reverse=True)
+    assert [row.ttft is None for row in rows] == sorted(row.ttft is None for row in rows)
+    assert [row.ttft is None for row in backwards] == sorted(row.ttft is None for row in backwards)
+    known = [row.ttft for row in rows if row.ttft is not None]
+    assert known == sorted(known)
+
+
+def test_table_lines_have_the_width_of_the_table() -> None:
+    state = busy_state()
+    moment = Moment(state.now, state.last_step_id)
+    for width in (60, 80, 160):
+        chosen = choose_columns(request_columns(moment), width)
+        table_width = sum(size + 1 for _, size in chosen) - 1
+        assert table_width == width
+        assert width_of(line_text(header_line(chosen, sort="age", reverse=True))) == width
+        for row in state.rows():
+            assert width_of(line_text(row_line(chosen, row, under_cursor=False))) == width
+
+
+def test_the_token_bar_shows_what_is_cached_computed_and_to_come() -> None:
+    row = RequestRow("r", arrival_time=0.0, num_prompt_tokens=20, max_tokens=20)
+    assert line_text(token_bar(row, 8)) == "----····"
+    row.state, row.num_cached_tokens, row.num_computed_tokens = "running", 10, 15
+    assert line_text(token_bar(row, 8)) == "░░█-····"
+    row.state, row.finish_reason = "finished", "abort"  # what was never computed is not shown as done
+    assert line_text(token_bar(row, 8)) == "░░█-····"
+    row.num_computed_tokens, row.num_output_tokens = 29, 10
+    assert line_text(token_bar(row, 8)) == "░░██▒▒··"
+
+
+# ---------------------------------------------------------------------------------------------------- steps
+def test_the_budget_is_filled_by_kind() -> None:
+    step = busy_state().step(24)
+    assert step is not None
+    assert kind_tokens(step) == {"prefill": 0, "chunk": 17, "decode": 2, "resumed": 13}
+    assert line_text(budget_bar(step, 32)) == "▓" * 17 + "▒" * 2 + "▚" * 13
+
+
+def test_a_step_is_a_row() -> None:
+    step = busy_state().step(24)
+    assert step is not None
+    assert line_text(step_header(80)).rstrip() == "   step tokens                  reqs + r p x          time admission stopped by"
+    assert line_text(step_line(step, 80)).rstrip() == "     24     32 ▓▓▓▓▓▓▓▓▓▒▚▚▚▚▚▚    4 +1 ~1 x1       20.0ms budget"
+
+
+# ---------------------------------------------------------------------------------------------------- scrolling
+def test_a_list_that_follows_its_end_stops_when_the_cursor_is_moved_away() -> None:
+    scroll = ScrollState(follow_end=True)
+    assert scroll.fit(10, 4) == range(6, 10)
+    assert scroll.cursor == 9
+    scroll.move(-2)
+    scroll.fit(12, 4)
+    assert (scroll.cursor, scroll.is_following) == (7, False)
+    scroll.shift(3)
+    scroll.fit(12, 4)
+    assert scroll.cursor == 4
+    scroll.go(1 << 60)
+    assert scroll.fit(20, 4) == range(16, 20)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["move", "page", "go", "fit"]), st.integers(-30, 30)), max_size=30))
+def test_the_cursor_is_always_in_the_window(actions: list[tuple[str, int]]) -> None:
+    scroll = ScrollState()
+    count, height = 20, 5
+    scroll.fit(count, height)
+    for name, value in actions:
+        if name == "fit":
+            count, height = abs(value), 1 + abs(value) % 7
+        else:
+            getattr(scroll, name)(value)
+        visible = scroll.fit(count, height)
+        assert len(visible) == min(count, height)
+        assert count == 0 or scroll.cursor in visible

@@ -1,0 +1,1 @@
+"""The dashboard: `state` folds the engine's events without drawing anything, the rest draws."""

@@ -1,0 +1,193 @@
+"""The keys that act on what is watched: the player of a recording, the engine where it allows control."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, Any, Literal
+
+from textual.app import App
+from textual.events import Key
+from textual.widgets import Input
+
+from aioengine.errors import AioEngineError
+from aioengine_tui.session import Session
+
+if TYPE_CHECKING:
+    from aioengine.events.source import StepSource
+
+SPEEDS = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 25.0, 100.0)
+_CONFIRM_S = 5.0
+
+EntryMode = Literal["filter", "seek", "ask"]
+
+if TYPE_CHECKING:
+    _Base = App[None]
+else:
+    _Base = object
+
+
+class ControlActions(_Base):
+    """Part of `DashboardApp`: its actions on the player and the engine, and the line in which one types."""
+
+    source: StepSource
+    session: Session
+    _entry_mode: EntryMode = "filter"
+    _abort_armed: tuple[str, float] = ("", 0.0)
+
+    def say(self, text: str) -> None:
+        raise NotImplementedError
+
+    def draw(self) -> None:
+        raise NotImplementedError
+
+    def filter_view(self, text: str) -> None:
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------ the player
+    async def action_step(self, steps: int) -> None:
+        if self.source.player is not None:
+            await self._do(self.source.player.step(steps))
+        elif steps > 0:
+            await self.action_engine_step()
+        else:
+            self.say("only a recording can be stepped back")
+
+    async def action_seek_by(self, share: float) -> None:
+        player = self.source.player
+        if player is None:
+            self.say("only a recording can be searched")
+            return
+        here = (player.position or 0) / player.length if player.length else 0.0
+        await self._do(player.seek_fraction(max(0.0, min(1.0, here + share))))
+
+    def action_seek(self) -> None:
+        if self.source.player is None:
+            self.say("only a recording can be searched")
+            return
+        self.open_entry("seek", "", "go to: a step (812), seconds since the start (12.5s), a share (50%)")
+
+    async def action_jump(self, kind: Literal["preemption", "abort", "slowest"]) -> None:
+        if self.source.player is None:
+            self.say("only a recording can be searched")
+        elif await self._do(self.source.player.jump(kind)) is False:
+            self.say(f"no {kind} {'step' if kind == 'slowest' else 'after this place'}")
+
+    def change_playback_speed(self, direction: int) -> None:
+        player = self.source.player
+        assert player is not None, "the caller has looked"
+        nearest = min(range(len(SPEEDS)), key=lambda i: abs(SPEEDS[i] - player.speed))
+        player.set_speed(SPEEDS[max(0, min(len(SPEEDS) - 1, nearest + direction))])
+        self.draw()
+
+    async def _seek(self, text: str) -> None:
+        player = self.source.player
+        assert player is not None, "the entry is only opened with a player"
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%|s|)\s*", text)
+        if match is None:
+            self.say(f"{text!r} is not a step (812), a time (12.5s) or a share (50%)")
+            return
+        value, unit = float(match[1]), match[2]
+        if unit == "%":
+            await self._do(player.seek_fraction(min(1.0, value / 100)))
+        elif unit == "s":
+            await self._do(player.seek_time(value))
+        else:
+            await self._do(player.seek_step(int(value)))
+
+    # ------------------------------------------------------------------ the engine
+    async def action_engine_pause(self) -> None:
+        engine = self.source.engine
+        if engine is None:
+            self.say("this engine does not allow control")
+        else:
+            await self._do(engine.resume() if self.session.live.paused else engine.pause())
+
+    async def action_engine_step(self) -> None:
+        engine = self.source.engine
+        if engine is None:
+            self.say("this engine does not allow control")
+        elif not self.session.live.paused:
+            self.say("the engine runs by itself: P pauses it first")
+        else:
+            await self._do(engine.step())
+
+    async def action_abort(self) -> None:
+        engine, request_id = self.source.engine, self.session.selected
+        if engine is None:
+            self.say("this engine does not allow control")
+            return
+        row = self.session.live.row(request_id) if request_id is not None else None
+        if row is None or not row.is_live:
+            self.say("choose a live request first (screen 3)")
+            return
+        armed, until = self._abort_armed
+        if armed != row.request_id or time.monotonic() > until:
+            self._abort_armed = (row.request_id, time.monotonic() + _CONFIRM_S)
+            self.say(f"x again aborts {row.request_id}")
+            return
+        self._abort_armed = ("", 0.0)
+        if await self._do(engine.abort(row.request_id)) is not None:
+            self.say(f"{row.request_id} aborted")
+
+    def action_ask(self) -> None:
+        if self.source.engine is None:
+            self.say("this engine does not allow control")
+        else:
+            self.open_entry("ask", "", "prompt for the engine")
+
+    async def _ask(self, text: str) -> None:
+        engine = self.source.engine
+        assert engine is not None, "the entry is only opened with an engine"
+        request_id = await self._do(engine.submit(text))
+        if request_id is not None:
+            self.session.selected = str(request_id)
+            self.say(f"sent as {request_id}")
+
+    async def _do(self, action: Awaitable[Any]) -> Any:
+        """Await it; None and a note on the screen if it fails. True for an action without a result."""
+        try:
+            result = await action
+        except AioEngineError as exc:
+            self.say(str(exc))
+            return None
+        self.draw()
+        return True if result is None else result
+
+    # ------------------------------------------------------------------ the line for typing
+    def open_entry(self, mode: EntryMode, value: str, hint: str) -> None:
+        self._entry_mode = mode
+        entry = self.query_one("#entry", Input)
+        entry.placeholder = hint
+        entry.value = value
+        entry.remove_class("off")
+        entry.focus()
+
+    def close_entry(self) -> None:
+        entry = self.query_one("#entry", Input)
+        if not entry.has_class("off"):
+            entry.add_class("off")
+            self.view.focus()  # type: ignore[attr-defined]
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        if self._entry_mode == "filter" and not event.input.has_class("off"):
+            self.filter_view(event.value)
+
+    async def on_input_submitted(self, event: Input.Submitted) -> None:
+        text, mode = event.value.strip(), self._entry_mode
+        self.close_entry()
+        if mode == "filter":
+            self.filter_view(text)
+        elif text and mode == "seek":
+            await self._seek(text)
+        elif text:
+            await self._ask(text)
+
+    def on_key(self, event: Key) -> None:
+        entry = self.query_one("#entry", Input)
+        if event.key == "escape" and entry.has_focus:
+            event.stop()
+            if self._entry_mode == "filter":
+                self.filter_view("")
+            self.close_entry()

@@ -1,0 +1,52 @@
+"""Tables of plain values, written as CSV or JSON: what a screen shows, for other programs."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Plain = str | int | float | bool | None
+
+ExportFormat = Literal["csv", "json"]
+
+
+@dataclass(frozen=True, slots=True)
+class ExportTable:
+    """Column names and rows; every row has one value a column."""
+
+    columns: list[str]
+    rows: list[list[Plain]]
+
+
+def write_table(table: ExportTable, *, folder: Path, stem: str, form: ExportFormat) -> Path:
+    """Write the table to a new file in `folder` and return its path. An existing file is never overwritten.
+
+    CSV: text that a spreadsheet would take for a formula gets a quote in front, because request ids and texts are other
+    people's input. JSON: a list of objects. Raises OSError.
+    """
+    path = _free_path(folder, stem, form)
+    with path.open("x", encoding="utf-8", newline="") as file:
+        if form == "csv":
+            writer = csv.writer(file)
+            writer.writerow(table.columns)
+            writer.writerows([[_harmless(value) for value in row] for row in table.rows])
+        else:
+            json.dump([dict(zip(table.columns, row, strict=True)) for row in table.rows], file, ensure_ascii=False, indent=1)
+            file.write("\n")
+    return path
+
+
+def _free_path(folder: Path, stem: str, suffix: str) -> Path:
+    path = folder / f"{stem}.{suffix}"
+    number = 2
+    while path.exists():
+        path = folder / f"{stem}-{number}.{suffix}"
+        number += 1
+    return path
+
+
+def _harmless(value: Plain) -> Plain:
+    return "'" + value if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r") else value

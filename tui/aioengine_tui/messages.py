@@ -1,0 +1,30 @@
+"""What the screens tell the app."""
+
+from __future__ import annotations
+
+from textual.message import Message
+
+
+class OpenRequest(Message):
+    """Show the page of a request."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__()
+        self.request_id = request_id
+
+
+class Saved(Message):
+    """A file was written, or could not be."""
+
+    def __init__(self, text: str, *, failed: bool = False) -> None:
+        super().__init__()
+        self.text = text
+        self.failed = failed
+
+
+class FilterWanted(Message):
+    """The user wants to type a filter for this screen."""
+
+    def __init__(self, current: str) -> None:
+        super().__init__()
+        self.current = current

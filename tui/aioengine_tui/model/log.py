@@ -1,0 +1,49 @@
+"""What happened, in words; bounded."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+LogKind = Literal[
+    "arrived", "admitted", "resumed", "preempted", "finished", "aborted", "told", "cleaned_up", "freed", "evicted", "engine", "stream"
+]
+"""told: the worker is told in a step to forget a request. cleaned_up: it has. engine: paused, resumed. stream: gaps, the
+connection."""
+LOG_KINDS: tuple[LogKind, ...] = get_args(LogKind)
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """One thing that happened."""
+
+    number: int  # counts from 1, never reused
+    time: float  # seconds of the engine's clock
+    step_id: int | None
+    kind: LogKind
+    request_id: str | None
+    text: str
+
+
+class LogBook:
+    """The latest lines, oldest first."""
+
+    def __init__(self, *, max_lines: int) -> None:
+        self.lines: deque[LogLine] = deque(maxlen=max_lines)
+        self.num_lines = 0  # ever written; the number of the newest one
+
+    def add(self, time: float, step_id: int | None, kind: LogKind, request_id: str | None, text: str) -> None:
+        self.num_lines += 1
+        self.lines.append(LogLine(self.num_lines, time, step_id, kind, request_id, text))
+
+    def since(self, number: int) -> Iterator[LogLine]:
+        """The lines after the one of that number that are still kept, oldest first."""
+        first = self.num_lines - len(self.lines) + 1
+        return (self.lines[index] for index in range(max(0, number + 1 - first), len(self.lines)))
+
+    def copy(self) -> LogBook:
+        other = LogBook(max_lines=self.lines.maxlen or 1)
+        other.lines, other.num_lines = self.lines.copy(), self.num_lines
+        return other

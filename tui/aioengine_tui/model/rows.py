@@ -1,0 +1,206 @@
+"""One request as the dashboard knows it, and one step as it happened."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from aioengine.core.scheduler_output import AdmissionStop, SchedulerStats
+from aioengine.outputs import FinishReason
+from aioengine.sampling_params import SamplingParams
+
+RequestState = Literal["waiting", "running", "preempted", "cleaning_up", "finished"]
+"""cleaning_up: it ended, but the worker has not yet confirmed that it forgot it."""
+
+ShareKind = Literal["prefill", "chunk", "decode", "resumed"]
+"""What a request's tokens in a step are: prefill (the whole rest of a new prompt), chunk (a part of a prompt), decode (a
+token that was sampled), resumed (computed once before, and lost to a preemption)."""
+
+MilestoneKind = Literal[
+    "queued", "scheduled", "chunk", "first_token", "preempted", "resumed", "recomputed", "finished", "told_worker", "cleaned_up"
+]
+
+Span = tuple[float, float]
+"""Start and end, seconds of the engine's clock."""
+
+_MAX_MILESTONES = 96
+_MAX_TEXT = 20_000  # characters of output kept, the latest
+
+
+@dataclass(frozen=True, slots=True)
+class Milestone:
+    """One point in the life of a request."""
+
+    time: float  # seconds of the engine's clock
+    step_id: int | None
+    kind: MilestoneKind
+    detail: str = ""
+
+
+class Share(NamedTuple):
+    """What one request got in one step."""
+
+    request_id: str
+    kind: ShareKind
+    num_tokens: int
+    start: int  # the position of the first of these tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """When the phases of a step ran; None while unknown (the step is in flight, or the executor reports no times)."""
+
+    schedule: Span
+    execute: Span | None = None
+    sample: Span | None = None
+    update: Span | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step. A record is replaced, never changed, when its result comes."""
+
+    step_id: int
+    time: float  # when it was scheduled
+    token_budget: int
+    num_tokens: int  # scheduled in all
+    admission_stop: AdmissionStop
+    shares: tuple[Share, ...]  # in the order of the batch
+    new_ids: tuple[str, ...]
+    cached_ids: tuple[str, ...]  # went on from an earlier step; without the resumed ones
+    resumed_ids: tuple[str, ...]
+    preempted_ids: tuple[str, ...]
+    finished_ids: tuple[str, ...]  # the worker is told to forget these
+    num_allocated: int  # blocks
+    num_freed: int
+    num_evicted: int
+    queue_depth: int  # steps in flight when it was scheduled, itself included
+    stats: SchedulerStats
+    lanes: Lanes
+    num_new_tokens: int | None = None  # sampled and accepted; None while in flight
+    ended_ids: tuple[str, ...] = ()  # requests whose end came with the result
+    result_time: float | None = None
+
+    @property
+    def in_flight(self) -> bool:
+        return self.result_time is None
+
+    @property
+    def is_cleanup_only(self) -> bool:
+        """No token is computed; the step only tells the worker whom to forget."""
+        return self.num_tokens == 0
+
+    @property
+    def duration(self) -> float | None:
+        """Seconds from the start of schedule to the end of update; None while in flight."""
+        return None if self.lanes.update is None else self.lanes.update[1] - self.lanes.schedule[0]
+
+
+class RequestRow:
+    """One request. Owned by a `DashboardState`, which alone writes to it."""
+
+    __slots__ = (
+        "arrival_time",
+        "block_ids",
+        "finish_reason",
+        "finish_time",
+        "first_token_time",
+        "last_step_id",
+        "last_step_kind",
+        "last_step_tokens",
+        "last_token_time",
+        "max_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_milestones_dropped",
+        "num_output_tokens",
+        "num_peak_blocks",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "priority",
+        "prompt",
+        "recompute_until",
+        "request_id",
+        "sampling_params",
+        "state",
+        "stop_reason",
+        "text",
+        "timeline",
+        "told_in_step",
+    )
+
+    def __init__(self, request_id: str, *, arrival_time: float, num_prompt_tokens: int = 0, max_tokens: int = 0, priority: int = 0) -> None:
+        self.request_id = request_id
+        self.state: RequestState = "waiting"
+        self.arrival_time = arrival_time
+        self.num_prompt_tokens = num_prompt_tokens
+        self.max_tokens = max_tokens
+        self.priority = priority
+        self.num_cached_tokens = 0  # of the prompt, served by the prefix cache when it was first scheduled
+        self.num_computed_tokens = 0  # steps in flight included; back to 0 at a preemption
+        self.num_output_tokens = 0
+        self.num_preemptions = 0
+        self.recompute_until = 0  # positions below this were computed before a preemption
+        self.block_ids: list[int] = []  # its block table; empty when it holds none
+        self.num_peak_blocks = 0
+        # Its share in the latest step it was part of; see DashboardState.share_of() for the present step.
+        self.last_step_id = 0  # 0: never scheduled
+        self.last_step_tokens = 0
+        self.last_step_kind: ShareKind | None = None
+        self.first_token_time: float | None = None
+        self.last_token_time: float | None = None
+        self.finish_time: float | None = None
+        self.finish_reason: FinishReason | None = None  # None on a finished row: its end was not seen
+        self.stop_reason: int | str | None = None
+        self.told_in_step: int | None = None  # the step whose finished_req_ids holds it
+        self.sampling_params: SamplingParams | None = None
+        self.prompt: str | None = None  # only where the engine publishes text
+        self.text: str | None = None  # the output so far, cut at the front when long; only where text is published
+        self.timeline: deque[Milestone] = deque(maxlen=_MAX_MILESTONES)
+        self.num_milestones_dropped = 0  # the oldest ones, of a long life
+
+    @property
+    def is_live(self) -> bool:
+        return self.state in ("waiting", "running", "preempted")
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens, prompt and output."""
+        return self.num_prompt_tokens + self.num_output_tokens
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.block_ids)
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from arrival to the first token; None before it, or if it was not seen."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+    def age(self, now: float) -> float:
+        """Seconds since arrival; of an ended request until its end."""
+        return max(0.0, (self.finish_time if self.finish_time is not None else now) - self.arrival_time)
+
+    @property
+    def rate(self) -> float | None:
+        """Output tokens a second between its first and its latest token; None with fewer than two."""
+        if self.first_token_time is None or self.last_token_time is None or self.last_token_time <= self.first_token_time:
+            return None
+        return (self.num_output_tokens - 1) / (self.last_token_time - self.first_token_time)
+
+    def add_milestone(self, time: float, step_id: int | None, kind: MilestoneKind, detail: str = "") -> None:
+        if len(self.timeline) == _MAX_MILESTONES:
+            self.num_milestones_dropped += 1
+        self.timeline.append(Milestone(time, step_id, kind, detail))
+
+    def add_text(self, text: str) -> None:
+        self.text = ((self.text or "") + text)[-_MAX_TEXT:]
+
+    def copy(self) -> RequestRow:
+        other = object.__new__(RequestRow)
+        for name in RequestRow.__slots__:
+            setattr(other, name, getattr(self, name))
+        other.block_ids = self.block_ids.copy()
+        other.timeline = self.timeline.copy()
+        return other

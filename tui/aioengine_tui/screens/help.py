@@ -1,0 +1,108 @@
+"""The help page: every key, and what the letters and fills mean."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from aioengine_tui.screens.base import ListView
+from aioengine_tui.state import DashboardState
+from aioengine_tui.widgets.block_grid import legend
+from aioengine_tui.widgets.glyphs import KIND_FILLS, KIND_LETTERS, STATE_LETTERS
+from aioengine_tui.widgets.step_rows import MARKS_LEGEND, STOP_WORDS
+from aioengine_tui.widgets.text import Line, Part, fit, fit_line, rule
+
+_KEYS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
+    (
+        "everywhere",
+        (
+            ("1 2 3 4 5", "overview, step, batch, KV blocks, log; tab and shift+tab go round"),
+            ("p or space", "pause the view; events are still taken in. In a recording: play or pause"),
+            ("? or F1", "this help; esc goes back"),
+            ("t", "next theme; ctrl+p has all of them and every command"),
+            ("e, E", "save what the screen shows as CSV, as JSON"),
+            ("ctrl+s", "save the screen as an SVG picture"),
+            ("+ -", "refresh faster or slower; in a recording: play faster or slower"),
+            ("ctrl+z, q", "suspend, quit"),
+        ),
+    ),
+    (
+        "lists",
+        (
+            ("↑ ↓ j k", "move; PgUp PgDn Home End too, and the mouse"),
+            ("enter", "the page of the request under the cursor; esc goes back"),
+            ("/ or f", "filter: all words must occur; esc clears it"),
+            ("s, r", "batch: sort by the next column, reverse the order"),
+            ("F", "batch: the cursor follows its request, or stays on its row"),
+            ("d", "batch: with or without requests that ended"),
+            ("l", "step: lanes on or off"),
+            ("n N c", "KV blocks: light the blocks of the next, the previous, no request"),
+        ),
+    ),
+    (
+        "recordings",
+        (
+            ("[ ]", "one step back, one step on"),
+            ("{ }", "a twentieth back, a twentieth on"),
+            ("S", "go to a step (812), a time (12.5s) or a share (50%)"),
+            ("! X L", "next preemption, next abort, slowest step"),
+        ),
+    ),
+    (
+        "the engine, where it allows control",
+        (
+            ("P", "pause or resume the engine itself"),
+            (".", "run one step of a paused engine"),
+            ("x", "abort the selected request (asks once more)"),
+            ("a", "send a prompt"),
+        ),
+    ),
+)
+
+
+class HelpView(ListView):
+    screen_title: ClassVar[str] = "Help"
+    key_hints: ClassVar[tuple[tuple[str, str], ...]] = (("esc", "back"), ("↑↓", "scroll"))
+
+    _num_lines = 0
+
+    def action_move(self, rows: int) -> None:
+        self.scroll_state.top = max(0, min(self.scroll_state.top + rows, self._num_lines - self.size.height))
+        self.draw()
+
+    def action_page(self, pages: int) -> None:
+        self.action_move(pages * max(1, self.size.height - 1))
+
+    def action_first(self) -> None:
+        self.action_move(-1 << 30)
+
+    def action_last(self) -> None:
+        self.action_move(1 << 30)
+
+    def compose_lines(self, state: DashboardState, width: int, height: int) -> list[Line]:
+        lines = help_lines(width)
+        self._num_lines = len(lines)
+        top = self.scroll_state.top = max(0, min(self.scroll_state.top, len(lines) - height))
+        shown = lines[top : top + height]
+        if top + height < len(lines):
+            shown[-1] = [Part(f"… {len(lines) - top - height + 1} more lines below", "muted")]
+        return shown
+
+
+def help_lines(width: int) -> list[Line]:
+    lines: list[Line] = []
+    for title, keys in _KEYS:
+        lines.append(rule(title, width))
+        lines += [[Part(fit(key, 13), "key"), Part(text)] for key, text in keys]
+    lines.append(rule("what the signs mean", width))
+    lines.append([Part("state   ", "muted")] + [part for s, g in STATE_LETTERS.items() for part in (Part(g, s), Part(f" {s}  ", "muted"))])
+    kinds: Line = [Part("tokens  ", "muted")]
+    for kind, fill in KIND_FILLS.items():
+        kinds += [Part(f"{KIND_LETTERS[kind]} {fill}", kind), Part(f" {kind}  ", "muted")]
+    lines += [kinds, [Part("steps   ", "muted"), *MARKS_LEGEND], [Part("blocks  ", "muted"), *legend(1)[:-1]]]
+    lines.append(
+        [Part("…", "value"), Part(" something was cut off   ", "muted"), Part("-", "value"), Part(" nothing was measured", "muted")]
+    )
+    lines.append([Part("~12 stale", "stale"), Part(" the last value known; it may not be true any more", "muted")])
+    lines.append(rule("why admission stopped", width))
+    lines += [[Part(fit(stop, 13), "key"), Part(words)] for stop, words in STOP_WORDS.items()]
+    return [fit_line(line, width) for line in lines]

@@ -1,0 +1,158 @@
+"""A request's own page: where it stands, its life as a timeline, its block table, its sampling parameters, its text."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from typing import ClassVar
+
+from aioengine.sampling_params import SamplingParams
+from aioengine_tui.export import ExportTable
+from aioengine_tui.screens.base import ListView
+from aioengine_tui.session import Session
+from aioengine_tui.state import DashboardState, RequestRow
+from aioengine_tui.themes import Palette
+from aioengine_tui.widgets.request_table import state_role, state_text, token_bar
+from aioengine_tui.widgets.text import Line, Part, clean, fit, fit_line, number, rule, seconds, side_by_side
+
+_WIDE = 120
+_MILESTONE_ROLES = {
+    "queued": "text", "scheduled": "prefill", "chunk": "chunk", "first_token": "good", "preempted": "preempted", "resumed": "resumed",
+    "recomputed": "resumed", "finished": "good", "told_worker": "muted", "cleaned_up": "muted",
+}  # fmt: skip
+_MILESTONE_WORDS = {"first_token": "first token", "told_worker": "worker told", "cleaned_up": "cleaned up"}
+
+
+class RequestView(ListView):
+    screen_title: ClassVar[str] = "Request"
+    key_hints: ClassVar[tuple[tuple[str, str], ...]] = (("esc", "back"), ("↑↓", "scroll"), ("x", "abort"), ("e", "export"))
+
+    def __init__(self, palette: Palette, session: Session, *, id: str) -> None:
+        super().__init__(palette, session, id=id)
+        self.request_id: str | None = None
+        self._num_lines = 0
+
+    def open(self, request_id: str) -> None:
+        self.request_id = self.session.selected = request_id
+        self.scroll_state.go(0)
+
+    def action_move(self, rows: int) -> None:
+        # There is no cursor on this page: the keys scroll it.
+        self.scroll_state.top = max(0, min(self.scroll_state.top + rows, self._num_lines - self.size.height))
+        self.draw()
+
+    def action_page(self, pages: int) -> None:
+        self.action_move(pages * max(1, self.size.height - 1))
+
+    def action_first(self) -> None:
+        self.action_move(-1 << 30)
+
+    def action_last(self) -> None:
+        self.action_move(1 << 30)
+
+    def compose_lines(self, state: DashboardState, width: int, height: int) -> list[Line]:
+        row = state.row(self.request_id) if self.request_id is not None else None
+        if row is None:
+            name = clean(self.request_id or "")
+            return [[Part(f"request {name} is not known here: not arrived yet, or ended too long ago to be kept", "muted")]]
+        lines = page_lines(row, state, width)
+        self._num_lines = len(lines)
+        top = self.scroll_state.top = max(0, min(self.scroll_state.top, len(lines) - height))
+        shown = lines[top : top + height]
+        if top + height < len(lines):
+            shown[-1] = [Part(f"… {len(lines) - top - height + 1} more lines below", "muted")]
+        return shown
+
+    def export_table(self, state: DashboardState) -> ExportTable | None:
+        row = state.row(self.request_id) if self.request_id is not None else None
+        if row is None:
+            return None
+        return ExportTable(
+            ["time", "step_id", "kind", "detail"], [[stone.time, stone.step_id, stone.kind, stone.detail] for stone in row.timeline]
+        )
+
+
+def page_lines(row: RequestRow, state: DashboardState, width: int) -> list[Line]:
+    head = _head(row, state, width)
+    if width < _WIDE:
+        return [*head, *_timeline(row, width), *_blocks(row, width), *_params(row, width), *_texts(row, width)]
+    left = width // 2
+    right = width - left - 1
+    columns = [[*_blocks(row, left), *_params(row, left), *_texts(row, left)], _timeline(row, right)]
+    return [*head, *side_by_side(columns, [left, right])]
+
+
+def _head(row: RequestRow, state: DashboardState, width: int) -> list[Line]:
+    facts: list[tuple[str, str]] = [
+        ("prompt", str(row.num_prompt_tokens)),
+        ("cached", str(row.num_cached_tokens)),
+        ("computed", str(row.num_computed_tokens)),
+        ("output", f"{row.num_output_tokens} of {row.max_tokens}"),
+        ("blocks", f"{row.num_blocks} (peak {row.num_peak_blocks})"),
+    ]
+    times: list[tuple[str, str]] = [
+        ("age", seconds(row.age(state.now))),
+        ("ttft", seconds(row.ttft)),
+        ("tokens/s", number(row.rate, 6).strip()),
+        ("preemptions", str(row.num_preemptions)),
+        ("priority", str(row.priority)),
+        ("stop reason", clean(str(row.stop_reason)) if row.stop_reason is not None else "-"),
+    ]
+    share = state.share_of(row) if row.is_live else None
+    this_step = (
+        f"{share[0]} token{'s' if share[0] > 1 else ''} ({share[1]}) in step {state.last_step_id}" if share else "not in the latest step"
+    )
+    state_line: Line = [Part(state_text(row), state_role(row)), Part(f"   {this_step}", "muted")]
+    if row.told_in_step is not None:
+        state_line.append(Part(f"   the worker was told in step {row.told_in_step}", "muted"))
+    lines: list[Line] = [rule(f"request {clean(row.request_id)}", width), state_line]
+    lines += [
+        [part for label, value in group for part in (Part(f"{label} ", "muted"), Part(value + "   ", "value"))] for group in (facts, times)
+    ]
+    lines.append([Part("tokens ", "muted"), *token_bar(row, max(4, width - 7))])
+    return [fit_line(line, width) for line in lines]
+
+
+def _timeline(row: RequestRow, width: int) -> list[Line]:
+    lines = [rule("timeline", width, f"{row.num_milestones_dropped} older left out" if row.num_milestones_dropped else "")]
+    for stone in row.timeline:
+        word = _MILESTONE_WORDS.get(stone.kind, stone.kind)
+        step = f"step {stone.step_id}" if stone.step_id is not None else ""
+        line: Line = [
+            Part(f"+{fit(seconds(stone.time - row.arrival_time), 7)} ", "muted"), Part(fit(step, 12), "muted"),
+            Part(fit(word, 12), _MILESTONE_ROLES.get(stone.kind, "text")), Part(clean(stone.detail)),
+        ]  # fmt: skip
+        lines.append(fit_line(line, width))
+    return lines
+
+
+def _blocks(row: RequestRow, width: int) -> list[Line]:
+    lines = [rule("block table", width, f"{row.num_blocks} blocks")]
+    text = " ".join(map(str, row.block_ids)) or "holds no block"
+    return lines + [[Part(line, "block_used" if row.block_ids else "muted")] for line in textwrap.wrap(text, max(10, width))]
+
+
+def _params(row: RequestRow, width: int) -> list[Line]:
+    lines = [rule("sampling parameters", width)]
+    if row.sampling_params is None:
+        return [*lines, [Part("not known: it was first scheduled before this viewer attached", "muted")]]
+    defaults = SamplingParams()
+    given: list[str] = []
+    others: list[str] = []
+    for field in dataclasses.fields(row.sampling_params):
+        value = getattr(row.sampling_params, field.name)
+        (given if value != getattr(defaults, field.name) else others).append(f"{field.name}={value!r}")
+    texts = [(clean("  ".join(given)), "text"), (clean("defaults: " + "  ".join(others)), "muted")]
+    return lines + [[Part(line, role)] for text, role in texts if text for line in textwrap.wrap(text, max(10, width))]
+
+
+def _texts(row: RequestRow, width: int) -> list[Line]:
+    lines: list[Line] = []
+    for title, text in (("prompt", row.prompt), ("output", row.text)):
+        if text is not None:
+            lines.append(rule(title, width))
+            for paragraph in text.splitlines() or [""]:
+                lines += [[Part(line)] for line in textwrap.wrap(clean(paragraph), max(10, width)) or [""]]
+    if not lines:
+        lines = [rule("text", width), [Part("the engine does not publish texts (it is asked for with --events-text)", "muted")]]
+    return lines

@@ -1,0 +1,20 @@
+"""A letter or a fill for every state, so that none is told by colour alone.
+
+All are one cell wide in every terminal: East Asian "ambiguous" characters, which some terminals draw two cells wide, are
+avoided where a plain letter will do.
+"""
+
+from __future__ import annotations
+
+STATE_LETTERS: dict[str, str] = {"waiting": "W", "running": "R", "preempted": "P", "cleaning_up": "C", "finished": "F"}
+
+# How a request takes part in a step: a letter in tables, a fill in bars.
+KIND_LETTERS: dict[str, str] = {"prefill": "p", "chunk": "c", "decode": "d", "resumed": "r"}
+KIND_FILLS: dict[str, str] = {"prefill": "█", "chunk": "▓", "decode": "▒", "resumed": "▚"}
+NOTHING = "·"
+
+LANE_FILLS: dict[str, str] = {"schedule": "▚", "execute": "█", "sample": "▓", "update": "▒"}
+
+BLOCK_GLYPHS: dict[str, str] = {"free": "·", "cached": "░", "used": "█", "shared": "▓", "allocated": "+", "released": "-"}
+EIGHTHS = " ▁▂▃▄▅▆▇█"
+LIT = "#"  # a block of the selected request
