@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -46,9 +46,8 @@ class ModelRunnerOutput:
 
 
 # ------------------------------------------------------------------ scheduler -> output processor
-@dataclass(frozen=True, slots=True)
-class EngineCoreOutput:
-    """What one step gave one request."""
+class EngineCoreOutput(NamedTuple):
+    """What one step gave one request. A tuple, because one is made for every request in every step."""
 
     request_id: str
     new_token_ids: list[int]

@@ -22,12 +22,14 @@ class RequestStatus(enum.IntEnum):
 
     @property
     def is_finished(self) -> bool:
-        return self > RequestStatus.PREEMPTED
+        return self > _LAST_LIVE_STATUS
 
     @property
     def finish_reason(self) -> FinishReason | None:
         return _FINISH_REASONS.get(self)
 
+
+_LAST_LIVE_STATUS = RequestStatus.PREEMPTED  # a look-up in the enum class takes ten times as long
 
 _FINISH_REASONS: dict[RequestStatus, FinishReason] = {
     RequestStatus.FINISHED_STOPPED: "stop",
@@ -48,22 +50,28 @@ class Request:
 
     A request has work to do while `num_computed_tokens < num_tokens + num_output_placeholders`; there is no other
     notion of phase. `max_tokens` in `sampling_params` is already a number here (the input processor resolved it).
+
+    What is read for every request in every step is a plain attribute: at a thousand requests properties would be a third
+    of a step's cost.
     """
 
     __slots__ = (
-        "_all_token_ids",
-        "_num_prompt_tokens",
+        "all_token_ids",
         "arrival_index",
         "arrival_time",
         "block_hashes",
         "block_ids",
         "cache_salt",
+        "end_token_ids",
+        "max_num_tokens",
         "max_tokens",
         "num_cached_blocks",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_output_placeholders",
         "num_preemptions",
+        "num_prompt_tokens",
+        "num_tokens",
         "priority",
         "request_id",
         "sampling_params",
@@ -91,13 +99,16 @@ class Request:
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
 
-        self._all_token_ids: list[int] = list(prompt_token_ids)
-        self._num_prompt_tokens = len(self._all_token_ids)
+        self.all_token_ids: list[int] = list(prompt_token_ids)  # the live history (prompt and output): copy it to keep it
+        self.num_prompt_tokens = self.num_tokens = len(self.all_token_ids)
         self.num_computed_tokens = 0
         self.num_output_placeholders = 0
         self.num_cached_tokens = -1  # prompt tokens that the prefix cache served; -1 until first scheduled
         self.num_preemptions = 0
-        self.arrival_index = 0  # set by the scheduler; orders requests of equal priority
+        # Set by the scheduler: orders requests of equal priority; the length, and the tokens, that can end it.
+        self.arrival_index = 0
+        self.max_num_tokens = self.num_prompt_tokens + self.max_tokens
+        self.end_token_ids: frozenset[int] = frozenset(sampling_params.stop_token_ids)
 
         # Kept by the KVCacheManager: one list a KV-cache group; the hashes of the full blocks; how many are registered.
         self.block_ids: tuple[list[int], ...] = ([],)
@@ -105,43 +116,31 @@ class Request:
         self.num_cached_blocks = 0
 
     @property
-    def num_prompt_tokens(self) -> int:
-        return self._num_prompt_tokens
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self._all_token_ids)
-
-    @property
     def num_output_tokens(self) -> int:
-        return len(self._all_token_ids) - self._num_prompt_tokens
+        return self.num_tokens - self.num_prompt_tokens
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        return self._all_token_ids[: self._num_prompt_tokens]
+        return self.all_token_ids[: self.num_prompt_tokens]
 
     @property
     def output_token_ids(self) -> list[int]:
-        return self._all_token_ids[self._num_prompt_tokens :]
-
-    @property
-    def all_token_ids(self) -> list[int]:
-        """The live history (prompt and output): read it, copy it to keep it."""
-        return self._all_token_ids
+        return self.all_token_ids[self.num_prompt_tokens :]
 
     @property
     def is_finished(self) -> bool:
-        return self.status > RequestStatus.PREEMPTED
+        return self.status > _LAST_LIVE_STATUS
 
     @property
     def finish_reason(self) -> FinishReason | None:
         return self.status.finish_reason
 
     def append_output_token_id(self, token_id: int) -> None:
-        self._all_token_ids.append(token_id)
+        self.all_token_ids.append(token_id)
+        self.num_tokens += 1
 
     def __repr__(self) -> str:
         return (
-            f"Request({self.request_id!r}, {self.status.name}, prompt={self._num_prompt_tokens}, output={self.num_output_tokens}, "
+            f"Request({self.request_id!r}, {self.status.name}, prompt={self.num_prompt_tokens}, output={self.num_output_tokens}, "
             f"computed={self.num_computed_tokens}, placeholders={self.num_output_placeholders})"
         )
