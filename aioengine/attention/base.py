@@ -47,11 +47,24 @@ class AttentionBatch:
     slot_mapping: torch.Tensor  # [num_tokens] int64: block_id * block_size + offset of each new token
 
 
+@dataclass(frozen=True, slots=True)
+class RotationInputs:
+    """What a backend that rotates by itself needs of a layer, and of the step."""
+
+    positions: torch.Tensor  # [num_tokens] int64
+    cos_sin: torch.Tensor  # [max_positions, head_dim] float32: cosines in the first half, sines in the second
+    query_weight: torch.Tensor | None = None  # [head_dim]: RMSNorm of each query head before the rotation; None: none
+    key_weight: torch.Tensor | None = None  # [head_dim]
+    eps: float = 0.0  # of that norm
+
+
 class AttentionBackend(ABC):
     """Stateless apart from its configuration; the KV cache and the step's metadata are arguments."""
 
     name: ClassVar[str]
     needs_zeroed_blocks: ClassVar[bool] = False  # may read slots that no token was written to
+    supports_graphs: ClassVar[bool] = False  # `forward` reads nothing back from the device and no `_np` array: it can be captured
+    fuses_rope: ClassVar[bool] = False  # `forward_qkv` works
 
     def __init__(self, config: AttentionConfig) -> None:
         self.config = config
@@ -86,6 +99,18 @@ class AttentionBackend(ABC):
     ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
         """Write key and value of all tokens to the cache, then attend. In that order: requests of one step may share
         blocks that this very step fills."""
+
+    def forward_qkv(
+        self,
+        qkv: torch.Tensor,  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]: queries, keys, values, not rotated
+        *,
+        rotation: RotationInputs,
+        kv_cache: torch.Tensor,
+        metadata: Any,
+        scale: float,
+    ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
+        """Normalise and rotate queries and keys, then do what `forward` does. Only if `fuses_rope`."""
+        raise NotImplementedError(f"the attention backend {self.name!r} takes rotated queries and keys")
 
     @abstractmethod
     def zero_blocks(self, kv_cache: torch.Tensor, block_ids: list[int]) -> None:

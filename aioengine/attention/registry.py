@@ -14,7 +14,10 @@ logger = logging.getLogger(__name__)
 
 # Dotted names, so that a backend's own dependencies are imported only when it is asked. Fastest first; the reference,
 # which runs everywhere, is last.
-_CANDIDATES: tuple[tuple[str, str], ...] = (("torch_paged", "aioengine.attention.torch_paged:TorchPagedBackend"),)
+_CANDIDATES: tuple[tuple[str, str], ...] = (
+    ("triton", "aioengine.attention.triton_paged:TritonPagedBackend"),
+    ("torch_paged", "aioengine.attention.torch_paged:TorchPagedBackend"),
+)
 
 
 def attention_backend_names() -> list[str]:

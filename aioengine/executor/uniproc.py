@@ -1,4 +1,7 @@
-"""The executor of one worker in one thread of this process."""
+"""The executor of one worker in one thread of this process.
+
+Where the worker does not wait for its device, a second thread does, and hands out the results in the order of the steps.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.errors import EngineDeadError
 from aioengine.executor.base import GrammarOutput
 from aioengine.outputs import ModelRunnerOutput
+from aioengine.worker.async_output import AsyncOutput, OutputThread
 
 if TYPE_CHECKING:
     from aioengine.models.files import ModelFiles
@@ -30,7 +34,7 @@ class WorkerProtocol(Protocol):
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None: ...
 
-    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> ModelRunnerOutput: ...
+    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> ModelRunnerOutput | AsyncOutput[Any]: ...
 
     def shutdown(self) -> None: ...
 
@@ -58,6 +62,7 @@ class UniProcExecutor:
         self._worker: WorkerProtocol | None = None
         self._failure: BaseException | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="aioengine-worker")
+        self._outputs = OutputThread(on_failure=self._note_failure)
         self._shutdown_lock = threading.Lock()
         self._is_shut_down = False
 
@@ -74,7 +79,10 @@ class UniProcExecutor:
         return self._submit(lambda worker: worker.execute_model(scheduler_output), is_step=True)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> Future[ModelRunnerOutput]:
-        return self._submit(lambda worker: worker.sample_tokens(grammar_output), is_step=True)
+        future: Future[ModelRunnerOutput] = Future()
+        enqueued = self._submit(lambda worker: worker.sample_tokens(grammar_output), is_step=True)
+        enqueued.add_done_callback(lambda done: self._on_sampled(done, future))
+        return future
 
     def collective_rpc(self, method: Callable[..., Any] | str, *args: Any) -> Future[list[Any]]:
         def call(worker: WorkerProtocol) -> list[Any]:
@@ -96,6 +104,7 @@ class UniProcExecutor:
                 return
             self._is_shut_down = True
             self._thread.shutdown(wait=True, cancel_futures=True)
+            self._outputs.shutdown()
             worker, self._worker = self._worker, None
             if worker is not None:
                 worker.shutdown()
@@ -120,6 +129,26 @@ class UniProcExecutor:
         except BaseException as exc:
             self._failure = exc
             raise
+
+    def _on_sampled(self, done: Future[ModelRunnerOutput | AsyncOutput[Any]], future: Future[ModelRunnerOutput]) -> None:
+        """In the worker's thread, or in that of `shutdown` for a call that it cancels."""
+        if done.cancelled():
+            future.cancel()
+            future.set_running_or_notify_cancel()
+        elif future.set_running_or_notify_cancel():
+            error = done.exception()
+            if error is not None:
+                future.set_exception(error)
+                return
+            result = done.result()
+            if isinstance(result, AsyncOutput) or self._outputs.is_running:  # in the second case: not before older ones
+                self._outputs.resolve(result, future)
+            else:
+                future.set_result(result)
+
+    def _note_failure(self, error: BaseException) -> None:
+        if self._failure is None:
+            self._failure = error
 
     def _get_worker(self) -> WorkerProtocol:
         if self._worker is None:

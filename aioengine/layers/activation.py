@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
+
+from aioengine.layers.triton_ops import find_triton_op
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -32,3 +36,13 @@ def gated(activation: Activation, gate_up: torch.Tensor) -> torch.Tensor:
     """gate_up [..., 2 * size], the gate first -> activation(gate) * up [..., size]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return activation(gate).mul_(up)
+
+
+_TRITON_OPS: Mapping[Activation, str] = MappingProxyType({F.silu: "activation:silu_mul", gelu_tanh: "activation:gelu_mul"})
+
+
+def gated_op(activation: Activation, device: torch.device) -> Activation:
+    """`gated` with that activation, as one kernel where there is one. It takes gate_up [n, 2 * size] -> [n, size]."""
+    name = _TRITON_OPS.get(activation)
+    op = None if name is None else find_triton_op(name, device)
+    return partial(gated, activation) if op is None else op

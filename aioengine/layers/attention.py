@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from aioengine.attention.base import AttentionBackend
+from aioengine.attention.base import AttentionBackend, RotationInputs
 
 
 class Attention(nn.Module):
@@ -33,4 +33,16 @@ class Attention(nn.Module):
         query, key = query_key.split_with_sizes((self.num_heads, self.num_kv_heads), dim=1)
         value = value.view(-1, self.num_kv_heads, self.head_dim)
         out = self.backend.forward(query, key, value, kv_cache=kv_cache, metadata=metadata, scale=self.scale)
+        return out.reshape(-1, self.num_heads * self.head_dim)
+
+    def forward_qkv(
+        self,
+        qkv: torch.Tensor,  # [n, (num_heads + 2 * num_kv_heads) * head_dim], not rotated
+        *,
+        rotation: RotationInputs,
+        kv_cache: torch.Tensor,
+        metadata: Any,
+    ) -> torch.Tensor:
+        """-> [n, num_heads * head_dim], by a backend that norms and rotates queries and keys by itself."""
+        out = self.backend.forward_qkv(qkv, rotation=rotation, kv_cache=kv_cache, metadata=metadata, scale=self.scale)
         return out.reshape(-1, self.num_heads * self.head_dim)

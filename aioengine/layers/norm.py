@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from aioengine.layers.triton_ops import find_triton_op
+
 
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
@@ -15,11 +17,16 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)  # [size]
         self.eps = eps
         self.normalized_shape = (size,)
+        self.triton_op = find_triton_op("rms_norm:rms_norm", device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., size] -> [..., size]."""
+        if self.triton_op is not None and x.dim() == 2:
+            return self.triton_op(x, self.weight, eps=self.eps)
         return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
     def add_and_norm(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Add `x` to `residual` in place and return the normalised sum. Both [..., size]."""
+        if self.triton_op is not None and x.dim() == 2:
+            return self.triton_op(x, self.weight, eps=self.eps, residual=residual)
         return F.rms_norm(residual.add_(x), self.normalized_shape, self.weight, self.eps)

@@ -40,6 +40,14 @@ class Rotation:
         return swapped.mul_(self.sin).add_(x * self.cos)
 
 
+@dataclass(frozen=True, slots=True)
+class PositionsInTable:
+    """One step's angles as places in the table, for backends that rotate by themselves (`AttentionBackend.fuses_rope`)."""
+
+    positions: torch.Tensor  # [n] int64
+    table: torch.Tensor  # [max_positions, head_dim] float32: cosines in the first half, sines in the second
+
+
 class RotaryEmbedding:
     """The table of all positions: [max_positions, head_dim], cosines in the first half, sines in the second."""
 
@@ -52,6 +60,10 @@ class RotaryEmbedding:
         """positions [n] int64, each below max_positions."""
         cos, sin = self.table[positions].to(dtype).unsqueeze(1).chunk(2, dim=-1)
         return Rotation(cos=torch.cat((cos, cos), dim=-1), sin=torch.cat((-sin, sin), dim=-1))
+
+    def places(self, positions: torch.Tensor, dtype: torch.dtype) -> PositionsInTable:
+        """positions [n] int64, each below max_positions. The table is read in float32, whatever the dtype."""
+        return PositionsInTable(positions, self.table)
 
 
 def inverse_frequencies(config: RopeConfig, *, head_dim: int, max_positions: int) -> tuple[torch.Tensor, float]:

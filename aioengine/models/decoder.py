@@ -6,20 +6,20 @@ and `nn.Module.__call__` costs more than some of these operations at one token a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from aioengine.attention.base import AttentionBackend
+from aioengine.attention.base import AttentionBackend, RotationInputs
 from aioengine.errors import ModelError
-from aioengine.layers.activation import find_activation, gated
+from aioengine.layers.activation import find_activation, gated_op
 from aioengine.layers.attention import Attention
 from aioengine.layers.embedding import TokenEmbedding
 from aioengine.layers.linear import Linear
 from aioengine.layers.norm import RMSNorm
-from aioengine.layers.rope import RotaryEmbedding, Rotation
+from aioengine.layers.rope import PositionsInTable, RotaryEmbedding, Rotation
 from aioengine.layers.weight_format import StoredTensor
 from aioengine.models.base import CausalLM
 from aioengine.models.config import DecoderConfig
@@ -40,9 +40,12 @@ class SelfAttention(nn.Module):
         self.k_norm = RMSNorm(dim, eps=config.rms_norm_eps, dtype=dtype, device=device) if config.qk_norm else None
         self.attn = Attention(backend, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim)
 
-    def forward(self, x: torch.Tensor, rotation: Rotation, kv_cache: torch.Tensor, metadata: Any) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rotation: Rotation | PositionsInTable, kv_cache: torch.Tensor, metadata: Any) -> torch.Tensor:
         """x [n, hidden] -> [n, hidden]."""
-        query_key, value = self.qkv_proj.forward(x).split_with_sizes(self.sizes, dim=-1)
+        qkv = self.qkv_proj.forward(x)
+        if isinstance(rotation, PositionsInTable):
+            return self.o_proj.forward(self.attn.forward_qkv(qkv, rotation=self.inputs(rotation), kv_cache=kv_cache, metadata=metadata))
+        query_key, value = qkv.split_with_sizes(self.sizes, dim=-1)
         # Queries and keys turn by the same angles, so they stay together: half the operations.
         query_key = query_key.view(-1, self.num_heads + self.num_kv_heads, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
@@ -51,6 +54,12 @@ class SelfAttention(nn.Module):
         out = self.attn.forward(rotation.apply(query_key), value, kv_cache=kv_cache, metadata=metadata)
         return self.o_proj.forward(out)
 
+    def inputs(self, rotation: PositionsInTable) -> RotationInputs:
+        """What a backend needs to norm and rotate by itself."""
+        if self.q_norm is None or self.k_norm is None:
+            return RotationInputs(rotation.positions, rotation.table)
+        return RotationInputs(rotation.positions, rotation.table, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+
 
 class GatedMLP(nn.Module):
     def __init__(self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -58,14 +67,14 @@ class GatedMLP(nn.Module):
         activation = find_activation(config.hidden_act)
         if activation is None:
             raise ModelError(f"config.json: hidden_act {config.hidden_act!r} is not supported")
-        self.activation = activation
+        self.gated = gated_op(activation, device)
         hidden, size = config.hidden_size, config.intermediate_size
         self.gate_up_proj = Linear(hidden, (size, size), bias=config.mlp_bias, dtype=dtype, device=device)
         self.down_proj = Linear(size, (hidden,), bias=config.mlp_bias, dtype=dtype, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [n, hidden] -> [n, hidden]."""
-        return self.down_proj.forward(gated(self.activation, self.gate_up_proj.forward(x)))
+        return self.down_proj.forward(self.gated(self.gate_up_proj.forward(x)))
 
 
 class DecoderLayer(nn.Module):
@@ -77,7 +86,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype, device=device)
 
     def forward(
-        self, normed: torch.Tensor, residual: torch.Tensor, rotation: Rotation, kv_cache: torch.Tensor, metadata: Any
+        self, normed: torch.Tensor, residual: torch.Tensor, rotation: Rotation | PositionsInTable, kv_cache: torch.Tensor, metadata: Any
     ) -> torch.Tensor:
         """normed, residual [n, hidden]: this layer's input, normalised and raw. Returns the MLP's output, not yet added
         to `residual`, which is updated in place: the next norm adds and normalises in one place."""
@@ -94,6 +103,9 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, backend, dtype=dtype, device=device) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype, device=device)
         self.rotary = RotaryEmbedding(config.rope, head_dim=config.head_dim, max_positions=config.max_position_embeddings, device=device)
+        # By table where the backend rotates as it writes the keys; else the angles are gathered once for all layers.
+        self.rotation: Callable[[torch.Tensor, torch.dtype], Rotation | PositionsInTable]
+        self.rotation = self.rotary.places if backend.fuses_rope else self.rotary.gather
         # The modules in the order they run, as plain attributes: no lookup through nn.Module in the loop below.
         self.plan: list[tuple[DecoderLayer, RMSNorm]] = [(layer, layer.input_layernorm) for layer in self.layers]  # type: ignore[misc]
 
@@ -101,7 +113,7 @@ class Decoder(nn.Module):
         self, input_ids: torch.Tensor, positions: torch.Tensor, *, kv_caches: list[torch.Tensor], attention_metadata: Any
     ) -> torch.Tensor:
         residual = self.embed_tokens.forward(input_ids)
-        rotation = self.rotary.gather(positions, residual.dtype)
+        rotation = self.rotation(positions, residual.dtype)
         added: torch.Tensor | None = None
         for (layer, norm), kv_cache in zip(self.plan, kv_caches, strict=True):
             normed = norm.forward(residual) if added is None else norm.add_and_norm(added, residual)

@@ -1,30 +1,50 @@
-"""What differs between devices, in one small class each: threads, memory, copies. Chosen once, by `create_device`."""
+"""What differs between devices, in one small class each: threads, memory, copies, graphs. Chosen once, by `create_device`."""
 
 from __future__ import annotations
 
+import gc
+import os
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from aioengine.config import CacheConfig, WorkerConfig
+from aioengine.config import CacheConfig, ResolvedConfig, WorkerConfig
 from aioengine.errors import ConfigError
+from aioengine.worker.transfers import CudaTransfers, HostTransfers, Transfers
+
+if TYPE_CHECKING:
+    from aioengine.worker.block_table import BlockTable
+    from aioengine.worker.cuda_graphs import CapturedGraph
+    from aioengine.worker.pipeline import StepPipeline
+    from aioengine.worker.request_state import RequestStates
 
 
 class Device(ABC):
     """All methods are called from the worker's thread, `release_memory` also after that thread has ended."""
 
     torch_device: torch.device
+    supports_graphs: bool = False  # `capture_graph` works
+    compiles_kernels: bool = False  # the first launch of a kernel takes a second or more
+    kv_cache_memory_setting: str  # the setting that gives the KV cache more memory
 
     @abstractmethod
     def set_up_thread(self) -> None:
         """Prepare the calling thread for running the model."""
 
     @abstractmethod
-    def kv_cache_memory_bytes(self, cache: CacheConfig) -> int:
-        """How many bytes the KV cache may take now that the model is loaded."""
+    def kv_cache_memory_bytes(self, cache: CacheConfig, *, run_largest_step: Callable[[], None]) -> int:
+        """How many bytes the KV cache may take now that the model is loaded.
+
+        run_largest_step: a forward that takes as much memory beside the weights as any step will.
+        """
+
+    @abstractmethod
+    def create_pipeline(self, config: ResolvedConfig, *, states: RequestStates, block_table: BlockTable) -> StepPipeline:
+        """How steps are built and sampled here, over the given slot tables."""
 
     @abstractmethod
     def to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
@@ -38,11 +58,16 @@ class Device(ABC):
     def release_memory(self) -> None:
         """Give memory that no tensor uses any more back to the system."""
 
+    def capture_graph(self, forward: Callable[[], torch.Tensor]) -> CapturedGraph:
+        """Record what `forward` launches, for running it again on the same buffers. Only if `supports_graphs`."""
+        raise NotImplementedError(f"{self.torch_device} has no graphs")
+
 
 class CpuDevice(Device):
     """Tensors share memory with the host's arrays, so copies cost nothing and there is nothing to wait for."""
 
     torch_device = torch.device("cpu")
+    kv_cache_memory_setting = "kv_cache_memory_bytes"
 
     def __init__(self, *, num_threads: int | None) -> None:
         self._num_threads = num_threads
@@ -52,8 +77,13 @@ class CpuDevice(Device):
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)
 
-    def kv_cache_memory_bytes(self, cache: CacheConfig) -> int:
+    def kv_cache_memory_bytes(self, cache: CacheConfig, *, run_largest_step: Callable[[], None]) -> int:
         return cache.kv_cache_memory_bytes
+
+    def create_pipeline(self, config: ResolvedConfig, *, states: RequestStates, block_table: BlockTable) -> StepPipeline:
+        from aioengine.worker.pipeline import HostPipeline
+
+        return HostPipeline(states=states, block_table=block_table, device=self)
 
     def to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array))
@@ -65,8 +95,103 @@ class CpuDevice(Device):
         """The C allocator keeps what it likes; nothing to do."""
 
 
+class InterpreterDevice(CpuDevice):
+    """A CPU that runs steps as a GPU does, for Triton's interpreter: the same tables, kernels and order of calls."""
+
+    def create_pipeline(self, config: ResolvedConfig, *, states: RequestStates, block_table: BlockTable) -> StepPipeline:
+        return _device_pipeline(config, states=states, block_table=block_table, transfers=HostTransfers())
+
+
+class CudaDevice(Device):
+    """One GPU. Computation runs on a stream of its own, copies on two others (see `CudaTransfers`)."""
+
+    supports_graphs = True
+    compiles_kernels = True
+    kv_cache_memory_setting = "gpu_memory_utilization"
+
+    def __init__(self, *, num_threads: int | None = None) -> None:
+        self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        self._num_threads = num_threads
+        self._stream: torch.cuda.Stream | None = None
+        self._graph_pool: Any = None  # shared by all graphs: they never run at the same time
+
+    def set_up_thread(self) -> None:
+        if self._num_threads is not None:
+            torch.set_num_threads(self._num_threads)
+        torch.cuda.set_device(self.torch_device)
+        # Not the default stream: that one cannot be captured, and others wait for it implicitly.
+        self._stream = torch.cuda.Stream(self.torch_device)
+        torch.cuda.set_stream(self._stream)
+
+    def kv_cache_memory_bytes(self, cache: CacheConfig, *, run_largest_step: Callable[[], None]) -> int:
+        from aioengine.worker.memory_profile import MemoryProfile, kv_cache_bytes
+
+        device = self.torch_device
+        run_largest_step()  # compiles kernels and lets libraries allocate: none of that belongs to the peak
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        run_largest_step()
+        torch.cuda.synchronize(device)
+        free, total = torch.cuda.mem_get_info(device)
+        profile = MemoryProfile(
+            total=total,
+            free=free,
+            allocator_peak=torch.cuda.max_memory_allocated(device),
+            allocator_reserved=torch.cuda.memory_reserved(device),
+        )
+        torch.cuda.empty_cache()
+        return kv_cache_bytes(profile, utilization=cache.gpu_memory_utilization)
+
+    def create_pipeline(self, config: ResolvedConfig, *, states: RequestStates, block_table: BlockTable) -> StepPipeline:
+        return _device_pipeline(config, states=states, block_table=block_table, transfers=CudaTransfers(self.torch_device))
+
+    def capture_graph(self, forward: Callable[[], torch.Tensor]) -> CapturedGraph:
+        from aioengine.worker.cuda_graphs import CapturedGraph
+
+        forward()  # compiles kernels and lets libraries allocate, neither of which can be captured
+        torch.cuda.synchronize(self.torch_device)
+        if self._graph_pool is None:
+            self._graph_pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads of this process may use the GPU meanwhile: only this thread's calls are captured and checked.
+        with torch.cuda.graph(graph, pool=self._graph_pool, stream=self._stream, capture_error_mode="thread_local"):
+            output = forward()
+        return CapturedGraph(graph.replay, output)
+
+    def to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.torch_device)
+
+    def to_host(self, tensor: torch.Tensor) -> npt.NDArray[Any]:
+        return tensor.cpu().numpy()
+
+    def release_memory(self) -> None:
+        gc.collect()  # a model is full of reference cycles
+        torch.cuda.synchronize(self.torch_device)
+        torch.cuda.empty_cache()
+
+
+def _device_pipeline(config: ResolvedConfig, *, states: RequestStates, block_table: BlockTable, transfers: Transfers) -> StepPipeline:
+    from aioengine.worker.device_pipeline import DevicePipeline
+
+    return DevicePipeline(
+        states=states,
+        block_table=block_table,
+        transfers=transfers,
+        max_num_tokens=config.scheduler.max_num_batched_tokens,
+        vocab_size=config.model.vocab_size,
+    )
+
+
 def create_device(config: WorkerConfig) -> Device:
-    """The device that `config.device` names. Raises ConfigError if this version has no support for it."""
-    if config.device != "cpu":
-        raise ConfigError(f'device={config.device!r} is not supported by this version of aioengine; use device="cpu"')
+    """The device that `config.device` names; with TRITON_INTERPRET=1 a CPU that runs the steps of a GPU.
+
+    Raises ConfigError if there is none.
+    """
+    if config.device == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError(f'device="cuda" was asked for, but PyTorch {torch.__version__} finds no CUDA device')
+        return CudaDevice(num_threads=config.num_threads)
+    if os.environ.get("TRITON_INTERPRET") == "1" and config.attention_backend in ("auto", "triton"):
+        return InterpreterDevice(num_threads=config.num_threads)
     return CpuDevice(num_threads=config.num_threads)

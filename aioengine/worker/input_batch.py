@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,9 @@ from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.worker.block_table import BlockTable
 from aioengine.worker.device import Device
 from aioengine.worker.request_state import RequestStates
+
+if TYPE_CHECKING:
+    from aioengine.worker.sample.device_sampler import StagedSampling
 
 IntArray = npt.NDArray[np.int32]
 LongArray = npt.NDArray[np.int64]
@@ -38,6 +42,7 @@ class InputBatch:
     block_table: torch.Tensor  # [num_reqs, max_num_blocks of this step] int32
     logits_indices: torch.Tensor  # [num_sampled] int64: the rows of the hidden states that are sampled from
     sampled_np: LongArray  # [num_sampled]: the batch indices of the requests that sample
+    staged: StagedSampling | None = None  # what the device's sampler reads; None where the sampler reads the host's tables
 
     def attention_batch(self) -> AttentionBatch:
         return AttentionBatch(
@@ -54,12 +59,23 @@ class InputBatch:
         )
 
 
-def build_input_batch(out: SchedulerOutput, *, states: RequestStates, block_table: BlockTable, device: Device) -> InputBatch:
-    """Turn a step's plan into tensors, from `states.num_computed_tokens` on for each request.
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What the host alone knows of a step's shape; parallel arrays in batch order."""
 
-    With [2, 5, 3] scheduled tokens: req_indices [0, 0, 1, 1, 1, 1, 1, 2, 2, 2] and query_pos [0, 1, 0, 1, 2, 3, 4, 0, 1, 2];
-    everything else is gathered with these two. A request samples if the step reaches the last token that is known.
+    req_ids: list[str]  # [num_reqs]
+    slots: LongArray  # [num_reqs]
+    num_scheduled: IntArray  # [num_reqs]
+    starts: IntArray  # [num_reqs]: the position of the first token of this step
+    seq_lens: IntArray  # [num_reqs]
+    query_start_loc: IntArray  # [num_reqs + 1]
+    sampled: LongArray  # [num_sampled]: the batch indices of the requests that sample
 
+
+def plan_step(out: SchedulerOutput, *, states: RequestStates, block_table: BlockTable) -> StepPlan:
+    """Lay out a step, from `states.num_computed_tokens` on for each request.
+
+    A request samples if the step reaches the last token that is known.
     Raises RuntimeError if the step wants a token that is not known yet or a position that has no block.
     """
     req_ids = list(out.num_scheduled_tokens)
@@ -67,14 +83,25 @@ def build_input_batch(out: SchedulerOutput, *, states: RequestStates, block_tabl
     num_scheduled = np.fromiter(out.num_scheduled_tokens.values(), dtype=np.int32, count=len(req_ids))
     starts = states.num_computed_tokens[slots]
     seq_lens = starts + num_scheduled
-    _check_in_reach(req_ids, seq_lens, known=states.num_known_tokens[slots], held=block_table.num_blocks[slots] * block_table.block_size)
-
+    known = states.num_known_tokens[slots]
+    _check_in_reach(req_ids, seq_lens, known=known, held=block_table.num_blocks[slots] * block_table.block_size)
     query_start_loc = np.zeros(len(req_ids) + 1, dtype=np.int32)
     np.cumsum(num_scheduled, out=query_start_loc[1:])
+    return StepPlan(req_ids, slots, num_scheduled, starts, seq_lens, query_start_loc, sampled=(seq_lens == known).nonzero()[0])
+
+
+def build_input_batch(out: SchedulerOutput, *, states: RequestStates, block_table: BlockTable, device: Device) -> InputBatch:
+    """Turn a step's plan into tensors, on the host.
+
+    With [2, 5, 3] scheduled tokens: req_indices [0, 0, 1, 1, 1, 1, 1, 2, 2, 2] and query_pos [0, 1, 0, 1, 2, 3, 4, 0, 1, 2];
+    everything else is gathered with these two. Raises what `plan_step` raises.
+    """
+    plan = plan_step(out, states=states, block_table=block_table)
+    slots, query_start_loc = plan.slots, plan.query_start_loc
     num_tokens = int(query_start_loc[-1])
-    req_indices = np.repeat(np.arange(len(req_ids)), num_scheduled)
+    req_indices = np.repeat(np.arange(len(slots)), plan.num_scheduled)
     query_pos = np.arange(num_tokens) - query_start_loc[req_indices]
-    positions = (starts[req_indices] + query_pos).astype(np.int64)
+    positions = (plan.starts[req_indices] + query_pos).astype(np.int64)
     token_slots = slots[req_indices]
 
     # On the flattened table: torch.index_select beats numpy.take on large tables.
@@ -83,27 +110,25 @@ def build_input_batch(out: SchedulerOutput, *, states: RequestStates, block_tabl
 
     block_size = block_table.block_size
     block_ids = block_table.array[token_slots, positions // block_size].astype(np.int64)
-    max_seq_len = int(seq_lens.max())
+    max_seq_len = int(plan.seq_lens.max())
     max_num_blocks = -(-max_seq_len // block_size)
-
-    sampled = (seq_lens == states.num_known_tokens[slots]).nonzero()[0]
     return InputBatch(
-        req_ids=req_ids,
-        num_reqs=len(req_ids),
+        req_ids=plan.req_ids,
+        num_reqs=len(slots),
         num_tokens=num_tokens,
-        max_query_len=int(num_scheduled.max()),
+        max_query_len=int(plan.num_scheduled.max()),
         max_seq_len=max_seq_len,
         idx_mapping_np=slots,
         query_start_loc=device.to_device(query_start_loc),
         query_start_loc_np=query_start_loc,
-        seq_lens=device.to_device(seq_lens),
-        seq_lens_np=seq_lens,
+        seq_lens=device.to_device(plan.seq_lens),
+        seq_lens_np=plan.seq_lens,
         input_ids=input_ids,
         positions=device.to_device(positions),
         slot_mapping=device.to_device(block_ids * block_size + positions % block_size),
         block_table=device.to_device(block_table.array[slots, :max_num_blocks]),
-        logits_indices=device.to_device(query_start_loc[sampled + 1].astype(np.int64) - 1),
-        sampled_np=sampled,
+        logits_indices=device.to_device(query_start_loc[plan.sampled + 1].astype(np.int64) - 1),
+        sampled_np=plan.sampled,
     )
 
 

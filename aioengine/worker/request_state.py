@@ -91,10 +91,18 @@ class RequestStates:
 
         A request that has lost its slot since the step was executed is skipped: the slot may belong to someone else.
         """
-        live = np.fromiter((self._slots.get(r) == s for r, s in zip(req_ids, slots.tolist(), strict=True)), dtype=bool, count=len(req_ids))
+        live = self._holds(req_ids, slots)
         slots, token_ids = slots[live], token_ids[live]
         self.token_ids[slots, self.num_known_tokens[slots]] = token_ids
         self.num_known_tokens[slots] += 1
+
+    def count_sampled(self, req_ids: Sequence[str], slots: npt.NDArray[np.int64]) -> None:
+        """As `append_sampled`, where the token itself stays on the device: one more token is known of each slot [n]."""
+        self.num_known_tokens[slots[self._holds(req_ids, slots)]] += 1
+
+    def _holds(self, req_ids: Sequence[str], slots: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """[n]: whether each request still has its slot."""
+        return np.fromiter((self._slots.get(r) == s for r, s in zip(req_ids, slots.tolist(), strict=True)), dtype=bool, count=len(req_ids))
 
     def _occupy(self, req_id: str, token_ids: Sequence[int]) -> int:
         state = self._requests[req_id]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,6 +13,7 @@ from aioengine.config import GIB, ResolvedConfig
 from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.errors import ConfigError
 from aioengine.outputs import ModelRunnerOutput
+from aioengine.worker.async_output import AsyncOutput
 from aioengine.worker.device import create_device
 from aioengine.worker.model_runner import ModelRunner
 
@@ -73,7 +74,7 @@ class Worker:
             return cache.num_kv_cache_blocks
         assert self._model is not None, "load_model() comes first: it takes its share of the memory"
         bytes_per_block = self._backend.kv_cache_bytes_per_block() * self._model.num_layers
-        available = self.device.kv_cache_memory_bytes(cache)
+        available = self.device.kv_cache_memory_bytes(cache, run_largest_step=self._run_largest_step)
         blocks_per_request = -(-scheduler.max_model_len // cache.block_size)
         num_blocks = min(available // bytes_per_block, scheduler.max_num_seqs * blocks_per_request + 1)
         if num_blocks < blocks_per_request + 1:
@@ -81,24 +82,40 @@ class Worker:
             raise ConfigError(
                 f"the KV cache of one request of max_model_len ({scheduler.max_model_len}) tokens takes "
                 f"{(blocks_per_request + 1) * bytes_per_block / GIB:.2f} GiB, but {available / GIB:.2f} GiB are allowed, "
-                f"which hold {tokens_that_fit} tokens; lower max_model_len or raise kv_cache_memory_bytes"
+                f"which hold {tokens_that_fit} tokens; lower max_model_len or raise {self.device.kv_cache_memory_setting}"
             )
         logger.info("KV cache: %d blocks of %d tokens, %.2f GiB", num_blocks, cache.block_size, num_blocks * bytes_per_block / GIB)
         return num_blocks
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
-        """Allocate the cache of every layer; block 0 is the null block."""
+        """Allocate the cache of every layer; block 0 is the null block. Then capture the graphs of decode steps, on a GPU."""
         assert self._model is not None, "load_model() comes first"
         kv_caches = [self._backend.allocate_kv_cache(num_blocks, self.device.torch_device) for _ in range(self._model.num_layers)]
         self._runner = ModelRunner(self.config, model=self._model, attention_backend=self._backend, kv_caches=kv_caches, device=self.device)
+        if self.device.compiles_kernels:
+            self._runner.warm_up()
+        if self.device.supports_graphs and self._backend.supports_graphs and not self.config.worker.enforce_eager:
+            self._runner.capture_graphs()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         """Apply the output to the state and run the forward."""
         self.runner.execute_model(scheduler_output)
 
-    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> ModelRunnerOutput:
-        """Sample for the oldest executed step that has not been sampled."""
+    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> ModelRunnerOutput | AsyncOutput[Any]:
+        """Sample for the oldest executed step that has not been sampled. See `ModelRunner.sample_tokens`."""
         return self.runner.sample_tokens(grammar_output)
+
+    def _run_largest_step(self) -> None:
+        from aioengine.worker.memory_profile import run_largest_step
+
+        assert self._model is not None
+        run_largest_step(
+            self._model,
+            backend=self._backend,
+            scheduler=self.config.scheduler,
+            block_size=self.config.cache.block_size,
+            device=self.device.torch_device,
+        )
 
     def shutdown(self) -> None:
         """Let go of the weights and the KV cache."""

@@ -34,6 +34,7 @@ from aioengine_kernels.reshape_and_cache import reshape_and_cache_triton
 from aioengine_kernels.rms_norm import rms_norm_triton
 from aioengine_kernels.rope import apply_rope_triton
 from aioengine_kernels.top_k_top_p import top_k_top_p_triton
+from aioengine_kernels.write_rows import write_rows_triton
 from aioengine_kernels.zero_blocks import zero_blocks_triton
 
 
@@ -246,6 +247,7 @@ def _cases(name: str, shape: ModelShape) -> Iterator[tuple[str, Callable[[], Any
     yield "gumbel_argmax", partial(_gumbel, shape)
     if name == "llama-3-8b":
         yield "batch_inputs", partial(_batch_inputs, shape)
+        yield "write_rows", partial(write_rows_triton, _int(256, 8192), _int(4, 4), _int(2048), max_length=2048)
         yield "zero_blocks", partial(zero_blocks_triton, _cache(shape, 16)[0], _int(8))
         yield "apply_penalties", partial(_penalties, shape)
         yield "top_k_top_p", partial(_top_k_top_p, shape)

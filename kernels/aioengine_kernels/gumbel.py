@@ -46,6 +46,7 @@ def _gumbel_argmax_kernel(
     chunk = tl.program_id(1)
     token = chunk * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits_ptr + row * logits_stride + token, mask=token < vocab_size, other=float("-inf"))
+    x = tl.where(x == x, x, float("-inf"))  # a maximum over NaN could point past the vocabulary, and that token would be looked up
     temperature = tl.load(temperature_ptr + row)
     if temperature > 0.0:
         quad = chunk * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
@@ -115,6 +116,7 @@ def gumbel_argmax_ref(
     last_sampled_tokens: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`gumbel_argmax` in torch."""
+    logits = logits.masked_fill(logits.isnan(), float("-inf"))
     tokens = logits.argmax(-1)
     for row, (t, seed, index) in enumerate(zip(temperature.tolist(), seeds.tolist(), indices.tolist(), strict=True)):
         if t > 0:
@@ -170,7 +172,8 @@ def gumbel_argmax(
     idx_mapping: torch.Tensor | None = None,  # [n] int32: the slot to report the token to; negative: none
     last_sampled_tokens: torch.Tensor | None = None,  # [max_num_reqs] int32
 ) -> torch.Tensor:
-    """Draw one token a row from softmax(logits / temperature); returns [n] int32.
+    """Draw one token a row from softmax(logits / temperature); returns [n] int32. NaN counts as -inf, and a row of nothing
+    else gives token 0: whatever the logits, the tokens are in the vocabulary.
 
     With both `idx_mapping` and `last_sampled_tokens` the token is also stored at its slot, where the next step's
     `batch_inputs` reads it. A greedy row takes the first of equal maxima.

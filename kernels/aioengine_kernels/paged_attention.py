@@ -225,7 +225,9 @@ def paged_attention_ref(
     starts = query_start_loc.tolist()
     for i, seq_len in enumerate(seq_lens.tolist()):
         rows = slice(starts[i], starts[i + 1])
-        if rows.start == rows.stop:
+        if seq_len == 0:
+            out[rows] = 0
+        if seq_len == 0 or rows.start == rows.stop:
             continue
         blocks = block_table[i, : -(-seq_len // block_size)].long()
         key, value = (
@@ -352,7 +354,8 @@ def paged_attention(
     Request i's query rows query_start_loc[i] : query_start_loc[i + 1] stand at the last positions of its seq_lens[i].
     sliding_window: a query sees that many positions, its own included. logits_soft_cap: scores become cap x tanh(score / cap).
     k_scale, v_scale: factors of an fp8 cache. `max_query_len` and `max_seq_len` bound the host's lengths (see `plan_attention`).
-    Rows of `query` past query_start_loc[-1], as in a padded graph, are not written. Returns [num_tokens, num_heads, head_dim].
+    Padding of a captured graph: rows of `query` past query_start_loc[-1] are not written, and the row of a request with one query
+    token and seq_lens[i] = 0 is zero. Returns [num_tokens, num_heads, head_dim].
     """
     if use_triton(query):
         return paged_attention_triton(

@@ -12,11 +12,15 @@ from torch import nn
 
 from aioengine.attention.base import AttentionBackend, AttentionConfig
 from aioengine.attention.torch_paged import TorchPagedBackend
+from aioengine.attention.triton_paged import TritonPagedBackend
 from aioengine.config import EngineConfig, ModelInfo, ResolvedConfig
 from aioengine.core.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from aioengine.executor.base import GrammarOutput
 from aioengine.outputs import ModelRunnerOutput
 from aioengine.sampling_params import SamplingParams
-from aioengine.worker.device import CpuDevice
+from aioengine.worker.async_output import AsyncOutput
+from aioengine.worker.cuda_graphs import CapturedGraph
+from aioengine.worker.device import CpuDevice, InterpreterDevice
 from aioengine.worker.model_runner import ModelRunner
 
 VOCAB_SIZE = 61
@@ -157,12 +161,16 @@ class Driver:
 
     def step(self, scheduled: dict[str, int]) -> ModelRunnerOutput:
         self.runner.execute_model(self.plan(scheduled))
-        output = self.runner.sample_tokens()
+        output = self.sample()
         for req_id, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True):
             self.outputs[req_id] += tokens
         for req_id, logprobs in output.logprobs.items():
             self.logprobs[req_id] += logprobs
         return output
+
+    def sample(self, grammar_output: GrammarOutput | None = None) -> ModelRunnerOutput:
+        output = self.runner.sample_tokens(grammar_output)
+        return output.wait() if isinstance(output, AsyncOutput) else output
 
     def generate(self, req_id: str, num_tokens: int, *, chunk: int = 64) -> list[int]:
         """Run one request by itself until it has `num_tokens` output tokens."""
@@ -192,11 +200,44 @@ def make_config() -> Callable[..., ResolvedConfig]:
     return make
 
 
+class GraphsOnCpu(InterpreterDevice):
+    """Runs steps as a GPU does; a "graph" calls the forward again on the same buffers, and poisons its output between."""
+
+    supports_graphs = True
+
+    def capture_graph(self, forward: Callable[[], torch.Tensor]) -> CapturedGraph:
+        output = forward()
+
+        def replay() -> None:
+            output.copy_(forward())
+
+        output.fill_(torch.nan)
+        return CapturedGraph(replay, output)
+
+
 @pytest.fixture
-def make_driver(make_config: Callable[..., ResolvedConfig]) -> MakeDriver:
+def graphs_on_cpu() -> type[GraphsOnCpu]:
+    return GraphsOnCpu
+
+
+@pytest.fixture
+def tiny_model_class() -> type[TinyModel]:
+    return TinyModel
+
+
+@pytest.fixture(params=["host", "device", "graphs"])
+def pipeline(request: pytest.FixtureRequest) -> str:
+    """Where steps are built and sampled. On the "device" kernels are replaced by their references in torch."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def make_driver(make_config: Callable[..., ResolvedConfig], pipeline: str) -> MakeDriver:
     def make(*, num_blocks: int = 60, **options: Any) -> Driver:
         config = make_config(**options)
-        backend = TorchPagedBackend(
+        backend_class = TritonPagedBackend if pipeline == "graphs" else TorchPagedBackend
+        backend = backend_class(
             AttentionConfig(
                 num_heads=4,
                 num_kv_heads=2,
@@ -207,10 +248,13 @@ def make_driver(make_config: Callable[..., ResolvedConfig]) -> MakeDriver:
             )
         )
         model = TinyModel(backend)
-        device = CpuDevice(num_threads=None)
+        device_class = {"host": CpuDevice, "device": InterpreterDevice, "graphs": GraphsOnCpu}[pipeline]
+        device = device_class(num_threads=None)
         kv_caches = [backend.allocate_kv_cache(num_blocks, device.torch_device).fill_(torch.nan) for _ in range(2)]
         # The runner calls a model by its interface alone; this one needs no loader.
         runner = ModelRunner(config, model=model, attention_backend=backend, kv_caches=kv_caches, device=device)  # type: ignore[arg-type]
+        if device.supports_graphs:
+            runner.capture_graphs()
         return Driver(runner, model, block_size=config.cache.block_size, num_blocks=num_blocks)
 
     return make

@@ -51,7 +51,7 @@ def drive(driver: Any, config: ResolvedConfig, *, num_blocks: int, requests: lis
             planned.append(out)
         out = planned.popleft()
         driver.runner.execute_model(out)
-        for core_output in scheduler.update_from_output(out, driver.runner.sample_tokens()):
+        for core_output in scheduler.update_from_output(out, driver.sample()):
             outputs[core_output.request_id] += core_output.new_token_ids
     return outputs, scheduler
 

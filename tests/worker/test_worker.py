@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from aioengine.config import ResolvedConfig
+from aioengine.attention.triton_paged import TritonPagedBackend
+from aioengine.config import CacheConfig, ResolvedConfig
 from aioengine.errors import ConfigError
 from aioengine.models import loader
 from aioengine.models.files import ModelFiles
@@ -97,3 +98,31 @@ def test_threads_are_set_in_the_calling_thread(make_config: MakeConfig) -> None:
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_a_device_with_graphs_is_warmed_up_and_captured_once_the_cache_is_there(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, graphs_on_cpu: Any, tiny_model_class: Any, enforce_eager: bool
+) -> None:
+    class Gpu(graphs_on_cpu):  # type: ignore[misc]
+        compiles_kernels = True
+
+        def kv_cache_memory_bytes(self, cache: CacheConfig, *, run_largest_step: Callable[[], None]) -> int:
+            run_largest_step()
+            num_forwards.append(model.num_forwards)
+            return 20 * BYTES_PER_BLOCK
+
+    num_forwards: list[int] = []
+    # It would refuse a CPU; here its kernels are their references.
+    monkeypatch.setattr(TritonPagedBackend, "supports", classmethod(lambda cls, config, device: None))
+    monkeypatch.setattr("aioengine.worker.worker.create_device", lambda config: Gpu(num_threads=None))
+    monkeypatch.setattr(loader, "load_model", lambda files, *, attention_backend, **_: tiny_model_class(attention_backend))
+    worker = Worker(make_config(attention_backend="triton", enforce_eager=enforce_eager), files=FILES)
+    worker.load_model()
+    model: Any = worker._model
+    assert worker.determine_num_kv_cache_blocks() == 20
+    assert num_forwards == [1]
+    worker.initialize_kv_cache(20)
+    assert worker.runner.num_graphs == (0 if enforce_eager else 3)  # 1, 2 and max_num_seqs
+    assert model.num_forwards == 1 + 2 + worker.runner.num_graphs
+    assert worker.runner.states.num_requests == 0

@@ -182,6 +182,17 @@ def test_strided_query_and_padded_batch() -> None:
     assert out[3:].isnan().all()
 
 
+@pytest.mark.parametrize("num_segments", [1, 4])
+def test_the_padding_of_a_captured_decode_step(num_segments: int) -> None:
+    """Two requests decode in a graph of four: the others have one query token over nothing, and a block table of any content."""
+    batch = Batch([(1, 127), (1, 15)])
+    batch.query = torch.cat((batch.query, torch.ones_like(batch.query)))
+    batch.query_start_loc = torch.arange(5, dtype=torch.int32)
+    batch.seq_lens = torch.tensor([128, 16, 0, 0], dtype=torch.int32)
+    batch.block_table = torch.cat((batch.block_table, torch.full_like(batch.block_table, INVALID_BLOCK)))
+    batch.check(plan=split(num_segments))
+
+
 def test_a_block_id_out_of_range_is_caught() -> None:
     batch = Batch([(1, 40)])
     batch.block_table[0, 1] = INVALID_BLOCK

@@ -7,6 +7,7 @@ import torch
 
 from aioengine_kernels.batch_inputs import BatchInputs, RequestTables, StepRows, batch_inputs, batch_inputs_ref
 from aioengine_kernels.reshape_and_cache import reshape_and_cache, reshape_and_cache_ref
+from aioengine_kernels.write_rows import write_rows, write_rows_ref
 from aioengine_kernels.zero_blocks import zero_blocks, zero_blocks_ref
 
 BLOCK_SIZE = 16
@@ -142,3 +143,13 @@ def test_zero_blocks(dtype: torch.dtype) -> None:
     assert torch.equal(cache.float(), expected.float())
     assert (keys[[2, 5]] == 0).all() if dtype != torch.float8_e4m3fn else (keys.float()[[2, 5]] == 0).all()
     assert cache[:, 1].float().ne(0).any(dim=(1, 2, 3)).all()
+
+
+def test_write_rows_write_the_pieces_and_nothing_else() -> None:
+    table, expected = torch.full((4, 3000), -9, dtype=torch.int32), torch.full((4, 3000), -9, dtype=torch.int32)
+    values = torch.arange(2600, dtype=torch.int32)
+    pieces = torch.tensor([[2, 0, 2500, 0], [0, 2999, 1, 2500], [2, 2500, 0, 0], [3, 1000, 99, 2501]], dtype=torch.int32)
+    write_rows(table, pieces, values, max_length=2500)
+    write_rows_ref(expected, pieces, values)
+    assert torch.equal(table, expected)
+    assert (table != -9).sum() == 2600

@@ -150,3 +150,16 @@ def test_logprobs_and_ranks_match_float64(count: int) -> None:
 def test_a_token_out_of_the_vocabulary_is_caught() -> None:
     with pytest.raises(Exception, match="out of bounds"):
         token_logprobs(torch.zeros(1, 16), torch.tensor([[10_000_000]]))
+
+
+def test_nan_is_never_drawn_and_a_row_of_nan_gives_a_token_of_the_vocabulary() -> None:
+    logits = make_logits(4, 2500)
+    logits[0] = float("nan")
+    logits[1, ::2] = float("nan")
+    logits[2] = NEG_INF
+    draw = {"temperature": torch.tensor([0.0, 0.0, 1.0, 1.0]), "seeds": torch.arange(4), "indices": int32(0, 0, 0, 0)}
+    tokens = gumbel_argmax(logits, **draw)
+    assert torch.equal(tokens, gumbel_argmax_ref(logits, **draw))
+    assert tokens[0] == 0
+    assert tokens[1] % 2 == 1
+    assert ((tokens >= 0) & (tokens < 2500)).all()

@@ -1,0 +1,150 @@
+"""What is asked of CUDA and in which order, against a `torch.cuda` that only takes notes: there may be no GPU here."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from aioengine.config import GIB, CacheConfig
+from aioengine.worker.device import CudaDevice
+from aioengine.worker.transfers import CudaTransfers
+
+CUDA = torch.device("cuda", 0)
+
+
+class FakeCuda:
+    """Streams and events that log what is enqueued where; "compute" is the thread's stream."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.current: list[Any] = []
+        names = iter(["upload", "download", "compute"])
+        numbers = itertools.count(1)
+        fake = self
+
+        class Stream:
+            def __init__(self, device: torch.device | None = None) -> None:
+                self.name = next(names)
+
+            def wait_event(self, event: Event) -> None:
+                fake.log.append(f"{self.name}: wait for event {event.number}")
+
+        class Event:
+            def __init__(self, *, blocking: bool = False) -> None:
+                self.number = next(numbers)
+                self.blocking = blocking
+
+            def record(self, stream: Stream) -> None:
+                fake.log.append(f"{stream.name}: event {self.number}{' (blocking)' if self.blocking else ''}")
+
+            def synchronize(self) -> None:
+                fake.log.append(f"host: wait for event {self.number}")
+
+        self.Stream, self.Event = Stream, Event
+
+    @contextlib.contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        self.current.append(stream)
+        yield
+        self.current.pop()
+
+    def current_stream(self, device: torch.device | None = None) -> Any:
+        return self.current[-1]
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    fake = FakeCuda()
+    for name in ("Stream", "Event", "stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **options: empty(*shape, **options))
+    return fake
+
+
+@pytest.fixture
+def transfers(cuda: FakeCuda) -> CudaTransfers:
+    transfers = CudaTransfers(CUDA)
+    cuda.current.append(cuda.Stream())
+    return transfers
+
+
+def test_an_upload_runs_beside_the_computation_which_waits_for_it_on_the_device(cuda: FakeCuda, transfers: CudaTransfers) -> None:
+    host, target = transfers.allocate_host(4).fill_(7), torch.zeros(4, dtype=torch.uint8)
+    event = transfers.upload(host, target, after=transfers.mark())
+    assert cuda.log == [
+        "compute: event 1",
+        "upload: wait for event 1",
+        "upload: event 2",
+        "compute: wait for event 2",
+    ]
+    assert target.tolist() == [7] * 4
+    event.synchronize()
+    assert cuda.log[-1] == "host: wait for event 2"
+
+
+def test_a_download_follows_the_computation_and_only_its_reader_waits(cuda: FakeCuda, transfers: CudaTransfers) -> None:
+    download = transfers.download([torch.arange(3), torch.ones(2, 2)])
+    assert cuda.log == ["compute: event 1", "download: wait for event 1", "download: event 2 (blocking)"]
+    first, second = download.wait()
+    assert cuda.log[-1] == "host: wait for event 2"
+    assert first.tolist() == [0, 1, 2]
+    assert second.shape == (2, 2)
+
+
+def test_a_graph_is_captured_after_a_run_outside_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+
+    @contextlib.contextmanager
+    def graph(captured: Any, *, pool: Any, stream: Any, capture_error_mode: str) -> Iterator[None]:
+        assert (pool, stream, capture_error_mode) == ("pool", "compute", "thread_local")
+        log.append("begin")
+        yield
+        log.append("end")
+
+    def forward() -> torch.Tensor:
+        log.append("forward")
+        return torch.ones(2)
+
+    fakes = {
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "Stream": lambda device: "compute",
+        "set_stream": lambda stream: log.append(f"stream {stream}"),
+        "synchronize": lambda device: log.append("synchronize"),
+        "graph_pool_handle": lambda: "pool",
+        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: log.append("replay")),
+        "graph": graph,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    device = CudaDevice()
+    device.set_up_thread()
+    captured = device.capture_graph(forward)
+    captured.replay()
+    assert log == ["stream compute", "forward", "synchronize", "begin", "forward", "end", "replay"]
+    assert captured.output.tolist() == [1, 1]
+
+
+def test_the_cache_gets_what_the_readings_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    fakes = {
+        "current_device": lambda: 0,
+        "synchronize": lambda device: None,
+        "empty_cache": lambda: None,
+        "reset_peak_memory_stats": lambda device: log.append("reset"),
+        "mem_get_info": lambda device: (120 * GIB, 140 * GIB),
+        "max_memory_allocated": lambda device: 18 * GIB,
+        "memory_reserved": lambda device: 19 * GIB,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    cache = CacheConfig(block_size=16, gpu_memory_utilization=0.5)
+    assert CudaDevice().kv_cache_memory_bytes(cache, run_largest_step=lambda: log.append("run")) == (70 - 18 - 1) * GIB
+    assert log == ["run", "reset", "run"], "what is allocated once, in the first run, is not part of the peak"
