@@ -17,7 +17,7 @@ STAMP := $(VENV)/.setup-stamp
 setup: $(STAMP)
 
 # An editable install knows the packages that exist when it is made: a new one beside `aioengine` asks for another.
-$(STAMP): pyproject.toml constraints.txt $(wildcard kernels/*/__init__.py tui/*/__init__.py benchmarks/*/__init__.py)
+$(STAMP): pyproject.toml constraints.txt setup.py $(wildcard kernels/aioengine_kernels/cpu/src/*) $(wildcard kernels/*/__init__.py tui/*/__init__.py benchmarks/*/__init__.py)
 	@$(PYTHON) -c 'import sys; sys.exit("aioengine needs Python 3.11 or newer: make PYTHON=/path/to/python" if sys.version_info < (3, 11) else 0)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt pip setuptools

@@ -16,10 +16,14 @@ from aioengine.errors import ConfigError
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceType = Literal["cpu", "cuda"]
 SchedulingPolicy = Literal["fcfs", "priority"]
+Weights = Literal["auto", "dense", "exact", "fast"]
+KvCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DEVICES = ("auto", "cpu", "cuda")
 _POLICIES = ("fcfs", "priority")
+_WEIGHTS = ("auto", "dense", "exact", "fast")
+_KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
 _DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 # A chunk of this size keeps one step of a 135M model under a second on two cores, so that others keep streaming.
 _DEFAULT_MAX_NUM_BATCHED_TOKENS_CPU = 512
@@ -77,6 +81,8 @@ class CacheConfig:
 class WorkerConfig:
     device: DeviceType
     dtype: str
+    kv_cache_dtype: str = "float32"
+    weights: Weights = "dense"  # auto: exact if the machine and the model allow it, else dense
     attention_backend: str = "auto"
     enforce_eager: bool = False
     num_threads: int | None = None
@@ -102,6 +108,10 @@ class EngineConfig:
     tokenizer: a folder or repository to take the tokenizer from, when it is not the model's own.
     dtype: of weights and activations. auto: float32 on CPU, the checkpoint's own on CUDA.
     device: auto takes CUDA if there is one.
+    weights: how the CPU multiplies. exact: on weights as packed in the checkpoint, quantized or not, in float32. fast: the
+        same, with activations rounded to 8 bits. dense: dequantized, with PyTorch's own kernels: the reference. auto: exact
+        if it is possible and `dtype` was left to the engine, else dense. CUDA is always dense.
+    kv_cache_dtype: of the stored keys and values. auto: the dtype, but float16 with fast weights.
     max_model_len: prompt and output together, in tokens. auto: the model's own limit.
     max_num_seqs: requests that run at once. max_num_batched_tokens: tokens of one step.
     enable_chunked_prefill: split prompts that do not fit into a step's budget.
@@ -123,6 +133,8 @@ class EngineConfig:
     tokenizer: str | None = None
     dtype: Dtype = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    weights: Weights = "auto"
+    kv_cache_dtype: KvCacheDtype = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None
@@ -146,6 +158,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, _DTYPES)
         _one_of("device", self.device, _DEVICES)
+        _one_of("weights", self.weights, _WEIGHTS)
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, _KV_CACHE_DTYPES)
         _one_of("scheduling_policy", self.scheduling_policy, _POLICIES)
         for name in ("max_num_seqs", "block_size"):
             _at_least(name, getattr(self, name), 1)
@@ -194,16 +208,40 @@ class EngineConfig:
                 gpu_memory_utilization=self.gpu_memory_utilization,
                 zero_new_blocks=self.zero_new_blocks,
             ),
-            worker=WorkerConfig(
-                device=device,
-                dtype=self._resolve_dtype(model, device),
-                attention_backend=self.attention_backend,
-                enforce_eager=self.enforce_eager,
-                num_threads=self.num_threads,
-            ),
+            worker=self._resolve_worker(model, device),
             seed=self.seed,
             check_invariants=os.environ.get("AIOENGINE_CHECK") == "1" if self.check_invariants is None else self.check_invariants,
         )
+
+    def _resolve_worker(self, model: ModelInfo, device: DeviceType) -> WorkerConfig:
+        dtype = self._resolve_dtype(model, device)
+        weights = self._resolve_weights(device)
+        kv_cache_dtype: str = self.kv_cache_dtype
+        if kv_cache_dtype == "auto":
+            kv_cache_dtype = "float16" if weights == "fast" else dtype
+        attention_backend = self.attention_backend
+        if attention_backend == "auto" and device == "cpu" and weights != "auto":
+            # The reference, all of it; or what packed weights need, so that it says itself why it does not fit.
+            attention_backend = "torch_paged" if weights == "dense" else "cpu_paged"
+        return WorkerConfig(
+            device=device,
+            dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
+            weights=weights,
+            attention_backend=attention_backend,
+            enforce_eager=self.enforce_eager,
+            num_threads=self.num_threads,
+        )
+
+    def _resolve_weights(self, device: DeviceType) -> Weights:
+        if self.weights in ("exact", "fast"):
+            if device != "cpu":
+                raise ConfigError(f'weights="{self.weights}" is for the CPU; on {device} use weights="dense"')
+            if self.dtype not in ("auto", "float32"):
+                raise ConfigError(f'weights="{self.weights}" computes in float32, but dtype="{self.dtype}" was asked for')
+        if self.weights == "auto" and (device != "cpu" or self.dtype != "auto"):
+            return "dense"
+        return self.weights
 
     def _resolve_dtype(self, model: ModelInfo, device: DeviceType) -> str:
         if self.dtype != "auto":

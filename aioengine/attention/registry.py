@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 # which runs everywhere, is last.
 _CANDIDATES: tuple[tuple[str, str], ...] = (
     ("triton", "aioengine.attention.triton_paged:TritonPagedBackend"),
+    ("cpu_paged", "aioengine.attention.cpu_paged:CpuPagedBackend"),
     ("torch_paged", "aioengine.attention.torch_paged:TorchPagedBackend"),
 )
 

@@ -78,7 +78,7 @@ def _show(address: str, settings: TopSettings) -> None:
 async def _print_states(address: str, settings: TopSettings) -> None:
     """One state, or one every few seconds until the source ends."""
     state = DashboardState()
-    async with open_source(address, make_state=DashboardState, token=settings.token) as source:
+    async with open_source(address, make_state=DashboardState, token=settings.token, whole_history=True) as source:
         taking = asyncio.create_task(_take(source, state))
         try:
             if source.player is not None:

@@ -27,6 +27,8 @@ from aioengine.request import Request, RequestStatus
 logger = logging.getLogger(__name__)
 
 _NUM_EVENTS_KEPT = 32  # for the log of a failing step
+SNAPSHOT_INTERVAL = 2000
+"""Steps between two snapshots among the events: a reader of a long recording can begin at one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +289,8 @@ class EngineCore:
                 finished=finished,
             )
         )
+        if output.step_id % SNAPSHOT_INTERVAL == 0 and self.bus.has_observers:
+            self._publish(self.make_snapshot())
         return True
 
     def _update_step(self, step: _StepInFlight) -> None:

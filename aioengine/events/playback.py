@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections import deque
 from collections.abc import Callable
@@ -12,12 +13,13 @@ from typing import Any, Protocol, Self
 
 from aioengine.events.recording_index import LANDMARKS, Landmark, RecordingIndex
 from aioengine.events.replay import Player
-from aioengine.events.stream import Foldable, Restored, SourceStatus, StreamItem
+from aioengine.events.stream import CopyWanted, Foldable, Restored, SourceStatus, StreamItem
 from aioengine.events.wire import WireError
 
 MIN_SPEED, MAX_SPEED = 0.01, 1000.0
 _MAX_WAIT_S = 2.0  # longer silences are cut short
 _STATUS_INTERVAL_S = 0.2
+_MIN_WAIT_S = 0.04  # waking up is not free, and no viewer draws more often than ten times a second
 _SCAN_BUDGET_S = 0.01
 
 
@@ -74,14 +76,16 @@ class PlaybackControl(Protocol):
 class FileSource:
     """A `StepSource` over a recording; also its own `PlaybackControl`.
 
-    make_state: builds the state that is kept here to go back to, and that `Restored` items hold.
+    make_state: builds the state that a seek folds and a `Restored` item holds. While the recording plays only the viewer folds,
+    and is asked for a copy now and then (`CopyWanted`). whole_history: see `Player`.
     """
 
     engine = None
 
-    def __init__(self, path: str | Path, *, make_state: Callable[[], Foldable], playing: bool = True) -> None:
+    def __init__(self, path: str | Path, *, make_state: Callable[[], Foldable], playing: bool = True, whole_history: bool = False) -> None:
         self.address = str(path)
         self._make_state = make_state
+        self._whole_history = whole_history
         self._playing = playing
         self._speed = 1.0
         self._player: Player[Any] | None = None
@@ -115,7 +119,9 @@ class FileSource:
 
     async def open(self) -> None:
         """Raises WireError if the file is no recording."""
-        player: Player[Any] = await asyncio.to_thread(lambda: Player(self.address, make_state=self._make_state))
+        player: Player[Any] = await asyncio.to_thread(
+            lambda: Player(self.address, make_state=self._make_state, whole_history=self._whole_history)
+        )
         self._player = player
         self._pending.append(player.index.header)
         self._push_status()
@@ -166,16 +172,17 @@ class FileSource:
         wait = (upcoming - self._engine_time()) / self._speed
         if wait > _MAX_WAIT_S:
             self._set_anchor(upcoming - _MAX_WAIT_S * self._speed)
-        elif wait > 0.001:
-            await self._sleep(wait)
+        elif wait > 0:
+            await self._sleep(max(wait, _MIN_WAIT_S))
             return None
         if time.monotonic() - self._last_status > _STATUS_INTERVAL_S:
             self._push_status()
         return self._next_event()
 
     def _next_event(self) -> StreamItem | None:
+        player = self._opened
         try:
-            event = self._opened.next_event()
+            event = player.next_event()
         except WireError as exc:
             self._failed = True
             self._playing = False
@@ -184,15 +191,23 @@ class FileSource:
         if event is None:
             self._playing = False
             self._push_status("the end of the recording")
+        elif player.wants_state:
+            self._want_copy()
         return event
 
+    def _want_copy(self) -> None:
+        player = self._opened
+        self._pending.append(CopyWanted(functools.partial(player.put_aside, player.position)))
+
     async def _sleep(self, seconds: float | None) -> None:
+        """Until something happens, or for so many seconds."""
         self._wake_up.clear()
+        timer = None if seconds is None else asyncio.get_running_loop().call_later(seconds, self._wake_up.set)
         try:
-            async with asyncio.timeout(seconds):
-                await self._wake_up.wait()
-        except TimeoutError:
-            return
+            await self._wake_up.wait()
+        finally:
+            if timer is not None:
+                timer.cancel()
 
     async def _scan(self) -> None:
         index = self._opened.index

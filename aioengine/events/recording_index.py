@@ -46,6 +46,7 @@ class RecordingIndex:
         self._step_ids = array("q")  # of the latest step event before or at that place
         self._preemptions = array("q")  # positions behind a step that preempts
         self._aborts = array("q")
+        self._snapshots = array("q")  # positions before a snapshot
         self._slowest: list[tuple[float, int]] = []  # heap of (seconds, position behind the step event)
         self._open_steps: dict[int, tuple[float, int]] = {}  # step id -> (schedule_start, position), without a result yet
         self._latest_step_id = 0
@@ -97,6 +98,8 @@ class RecordingIndex:
                 self._add_step(line, step_id, position + 1)
             elif tag == b"result":
                 self._add_result(line, step_id)
+            else:
+                self._snapshots.append(position)
             if b'"finish_reason":"abort"' in line:
                 self._aborts.append(position + 1)
         if position % STRIDE == 0:
@@ -134,6 +137,11 @@ class RecordingIndex:
         file.seek(self._offsets[position // STRIDE])
         for _ in range(position % STRIDE):
             file.readline()
+
+    def latest_snapshot(self, position: int) -> int | None:
+        """The position of the last snapshot before one; None if there is none."""
+        index = bisect_left(self._snapshots, position) - 1
+        return self._snapshots[index] if index >= 0 else None
 
     def position_of_step(self, step_id: int) -> int:
         """The position right behind that step's event, or behind the next later one; the end if there is none."""

@@ -19,6 +19,7 @@ _FIRST_INTERVAL = 256  # events between two states that are kept; doubled whenev
 _MAX_CHECKPOINTS = 24
 _NUM_NEAR = 8  # further ones, close to the place that was last gone to
 _NEAR_INTERVAL = 32
+_MAX_FOLDED = 8192  # events that a seek folds rather than lose what was before a snapshot: two seconds for 256 requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +61,28 @@ def _numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 class Player(Generic[S]):
-    """A place in a recording, and the state there.
+    """A place in a recording, and the state at any place that is gone to.
 
-    Going forward folds events; going back starts from a copy of the state that was put aside on the way. The copies are a
-    bounded number: the longer the recording, the sparser the old ones, with some near the present place. The events stay
-    in the file. Raises WireError if the file is no recording.
+    Going on with `next_event` folds nothing: whoever plays the recording folds the events anyhow, and may lend copies of its
+    state with `put_aside`. A seek folds, from the nearest state that is kept before its target. The kept ones are a bounded
+    number: the longer the recording, the sparser the old ones, with some near the present place. The events stay in the
+    file. Raises WireError if the file is no recording.
+
+    whole_history: a seek always folds all that was before its target. Otherwise a far one begins at the nearest snapshot of
+    the engine in the recording, and what was before that is missing in the state.
     """
 
-    def __init__(self, path: str | Path, *, make_state: Callable[[], S]) -> None:
+    def __init__(self, path: str | Path, *, make_state: Callable[[], S], whole_history: bool = False) -> None:
         self.index = RecordingIndex(path)
-        self.position = 0  # events folded
+        self.position = 0  # events read
+        self.last_time: float | None = None  # of the latest event that was read
         self._make_state = make_state
-        self.state = self._initial_state()
-        self.last_time: float | None = None  # of the latest event that was folded
+        self._whole_history = whole_history
+        self._state, self._state_position = self._initial_state(), 0
         self._file = self.index.path.open("rb")
         self._file.seek(self.index.events_offset)
-        self._checkpoints: dict[int, S] = {}  # position -> state, ascending
+        self._next_line = b""  # read ahead; empty: not yet
+        self._checkpoints: dict[int, S] = {}  # position -> state
         self._interval = _FIRST_INTERVAL
         self._near: deque[tuple[int, S]] = deque(maxlen=_NUM_NEAR)
 
@@ -89,37 +96,57 @@ class Player(Generic[S]):
 
     # ------------------------------------------------------------------ forward
     def next_event(self) -> Event | None:
-        """Fold and return the event at the present place; None at the end (of what is written so far)."""
-        offset = self._file.tell()
-        line = self._file.readline()
-        if not line.endswith(b"\n"):
-            self._file.seek(offset)
+        """The event at the present place, which moves on; None at the end (of what is written so far)."""
+        line = self._peek()
+        if not line:
             return None
         try:
             event = decode(line)
         except WireError as exc:
             raise WireError(f"{self.index.path}, line {self.position + 2}: {exc}") from exc
-        self.state.apply(event)
+        self._next_line = b""
         self.position += 1
         self.last_time = event.time
-        if self.position % self._interval == 0 and self.position not in self._checkpoints:
-            self._keep_checkpoint()
         return event
 
     def peek_time(self) -> float | None:
         """When the next event happened; None at the end."""
-        offset = self._file.tell()
-        line = self._file.readline()
-        self._file.seek(offset)
-        return time_of_line(line) if line.endswith(b"\n") else None
+        return time_of_line(self._peek())
 
-    def _keep_checkpoint(self) -> None:
-        self._checkpoints[self.position] = self.state.copy()
+    def _peek(self) -> bytes:
+        """The next line; empty if there is none, or not all of it yet."""
+        if not self._next_line:
+            offset = self._file.tell()
+            line = self._file.readline()
+            if line.endswith(b"\n"):
+                self._next_line = line
+            else:
+                self._file.seek(offset)
+        return self._next_line
+
+    # ------------------------------------------------------------------ states that are kept
+    @property
+    def wants_state(self) -> bool:
+        """The state of the present place is worth keeping, so that going back from here is short."""
+        return self.position % _FIRST_INTERVAL == 0 and self.position not in self._checkpoints
+
+    def put_aside(self, position: int, state: S) -> None:
+        """Keep a state of that place, which nobody else may hold."""
+        if position % self._interval:
+            self._near.append((position, state))
+            return
+        self._checkpoints[position] = state
         if len(self._checkpoints) > _MAX_CHECKPOINTS:
             self._interval *= 2
-            self._checkpoints = {place: state for place, state in self._checkpoints.items() if place % self._interval == 0}
+            self._checkpoints = {place: kept for place, kept in self._checkpoints.items() if place % self._interval == 0}
 
     # ------------------------------------------------------------------ anywhere
+    @property
+    def state(self) -> S:
+        """The state at the present place, after a seek: it must not be changed."""
+        assert self._state_position == self.position, "seek() comes first"
+        return self._state
+
     def seek(self, position: int) -> None:
         """Go to a place. Takes as long as folding from the nearest state that is kept."""
         for _ in self.seek_in_parts(position):
@@ -130,26 +157,35 @@ class Player(Generic[S]):
         while position > self.index.num_events and not self.index.scan(budget_s=0.01):
             yield self.position
         position = max(0, min(position, self.index.num_events))
-        if not self._base_for(position):
-            return
+        self._go_to_base_of(position)
         while self.position < position:
-            if self.next_event() is None:
+            event = self.next_event()
+            if event is None:
                 return
-            if position - self.position < _NUM_NEAR * _NEAR_INTERVAL and self.position % _NEAR_INTERVAL == 0:
-                self._near.append((self.position, self.state.copy()))
+            self._state.apply(event)
+            self._state_position = self.position
+            is_near = position - self.position < _NUM_NEAR * _NEAR_INTERVAL and self.position % _NEAR_INTERVAL == 0
+            is_due = self.position % self._interval == 0 and self.position not in self._checkpoints
+            if is_near or is_due:
+                self.put_aside(self.position, self._state.copy())
             if self.position % part == 0:
                 yield self.position
 
-    def _base_for(self, position: int) -> bool:
-        """Take the kept state that is nearest before a place, unless the present one is; False if that place is the present."""
-        kept = [*self._checkpoints.items(), *self._near]
+    def _go_to_base_of(self, position: int) -> None:
+        """Go to the nearest place before a position of which there is a state, or, if that is far, to a snapshot."""
+        kept = [*self._checkpoints.items(), *self._near, (self._state_position, self._state)]
         place, state = max(((p, s) for p, s in kept if p <= position), key=lambda entry: entry[0], default=(0, None))
-        if place <= self.position <= position:
-            return self.position != position
-        self.state = self._initial_state() if state is None else state.copy()
-        self.position = place
-        self.index.seek(self._file, place)
-        return True
+        if position - place > _MAX_FOLDED and not self._whole_history:
+            snapshot = self.index.latest_snapshot(position)
+            if snapshot is not None and snapshot > place:
+                place, state = snapshot, None
+        if state is not self._state:
+            self._state = self._initial_state() if state is None else state.copy()
+        self._state_position = place
+        if self.position != place:
+            self.position = place
+            self.index.seek(self._file, place)
+            self._next_line = b""
 
 
 def time_of_line(line: bytes) -> float | None:

@@ -131,10 +131,18 @@ def live_source(engine: PublishingEngine) -> StepSource:
     return LiveSource(engine)
 
 
-def open_source(target: str | Path, *, make_state: Callable[[], Foldable], token: str | None = None, reconnect: bool = True) -> StepSource:
+def open_source(
+    target: str | Path,
+    *,
+    make_state: Callable[[], Foldable],
+    token: str | None = None,
+    reconnect: bool = True,
+    whole_history: bool = False,
+) -> StepSource:
     """A source by its name: a socket's path, "tcp:HOST:PORT", or a recording's path.
 
-    make_state: builds the state that a recording's player keeps, to go back to (`DashboardState`).
+    make_state: builds the state that a recording's player keeps, to go back to (`DashboardState`). whole_history: in a
+    recording, fold all that was before, also for a far seek (see `Player`).
     Raises ConfigError for an impossible address; opening the source raises ConnectionFailed or WireError.
     """
     if isinstance(target, str) and target.startswith(("tcp:", "unix:")):
@@ -143,7 +151,7 @@ def open_source(target: str | Path, *, make_state: Callable[[], Foldable], token
     if path.is_socket():
         return SocketSource(str(path), token=token, reconnect=reconnect)
     if path.is_file():
-        return FileSource(path, make_state=make_state)
+        return FileSource(path, make_state=make_state, whole_history=whole_history)
     if not path.exists() and path.suffix in (".sock", ".socket"):
         raise ConnectionFailed(f"no engine publishes at {path}: there is no such socket")
     raise ConnectionFailed(f"{path} is neither a socket nor a recording" if path.exists() else f"there is no {path}")

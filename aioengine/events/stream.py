@@ -5,6 +5,7 @@ A `StepSource` (aioengine/events/source.py) yields these; a state such as `aioen
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Self
 
@@ -50,4 +51,11 @@ class Restored:
     state: Any  # built by the source's `make_state`; nobody else holds it
 
 
-StreamItem = WireHeader | Event | Gap | SourceStatus | Restored
+@dataclass(frozen=True, slots=True)
+class CopyWanted:
+    """The source asks for a copy of the viewer's state as it is here, to come back to. A viewer may leave it unanswered."""
+
+    answer: Callable[[Any], None]
+
+
+StreamItem = WireHeader | Event | Gap | SourceStatus | Restored | CopyWanted

@@ -24,6 +24,7 @@ class CausalLM(nn.Module):
     packed_modules_mapping: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     num_layers: int
+    runs_own_threads: ClassVar[bool] = False  # the products do not run on PyTorch's threads
 
     @classmethod
     @abstractmethod

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
 
 
 class Worker:
@@ -61,7 +61,11 @@ class Worker:
             device=self.device.torch_device,
             dtype=self._dtype,
             attention_backend=self._backend,
+            weights=self.config.worker.weights,
         )
+        if self._model.runs_own_threads:
+            # What is left to PyTorch is small, and its threads would fight the model's for the cores.
+            torch.set_num_threads(1)
 
     def determine_num_kv_cache_blocks(self) -> int:
         """How many blocks, the null block included: what the settings say, else what fits into the allowed memory.
@@ -132,6 +136,6 @@ def _attention_config(config: ResolvedConfig, dtype: torch.dtype) -> AttentionCo
         head_dim=model.head_dim,
         block_size=config.cache.block_size,
         dtype=dtype,
-        kv_cache_dtype=dtype,
+        kv_cache_dtype=_DTYPES[config.worker.kv_cache_dtype],
         sliding_window=model.sliding_window,
     )

@@ -43,12 +43,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(vocab),
-        hidden_size=48,
+        hidden_size=96,
         intermediate_size=96,
         num_hidden_layers=2,
         num_attention_heads=6,
         num_key_value_heads=2,
-        head_dim=8,
+        head_dim=16,
         max_position_embeddings=512,
         initializer_range=0.5,  # far from uniform logits: no ties between the best tokens
         eos_token_id=0,

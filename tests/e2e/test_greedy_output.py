@@ -56,11 +56,11 @@ async def test_ten_chats_equal_transformers(smollm2_oracle: Any, oracle_gaps: Ga
 
 
 async def run_mixed(*, alone: bool = False, **options: Any) -> tuple[list[RequestOutput], int]:
-    """The 64 requests of the "mixed" workload; how often something was preempted."""
+    """The 64 requests of the "mixed" workload with the engine's own choice of weights (exact); how often it preempted."""
     workload = load_workload("mixed")
     params = [SamplingParams(temperature=0, max_tokens=request.max_tokens, ignore_eos=True) for request in workload.requests]
     prompts = [request.prompt_token_ids for request in workload.requests]
-    async with AsyncEngine("smollm2", dtype="float32", max_num_seqs=1 if alone else workload.max_num_seqs, **options) as engine:
+    async with AsyncEngine("smollm2", max_num_seqs=1 if alone else workload.max_num_seqs, **options) as engine:
         outputs = await engine.generate_batch(prompts, params, progress=False)
         return outputs, engine.stats().num_preemptions
 
@@ -100,6 +100,14 @@ async def test_the_real_model_gives_the_same_tokens_under_every_schedule(
     )
     assert [output.token_ids for output in outputs] == [output.token_ids for output in mixed_outputs]
     assert (num_preemptions > 0) == (blocks is not None)
+
+
+@pytest.mark.model
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_packed_and_dense_weights_give_the_same_tokens(mixed_outputs: list[RequestOutput]) -> None:
+    outputs, _ = await run_mixed(weights="dense")
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in mixed_outputs]
 
 
 @pytest.mark.model

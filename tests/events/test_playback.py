@@ -14,7 +14,7 @@ import pytest
 from aioengine.events.playback import FileSource
 from aioengine.events.recording_index import STRIDE, RecordingIndex
 from aioengine.events.replay import Player, read_recording
-from aioengine.events.step_event import StepEvent, StepResultEvent
+from aioengine.events.step_event import EngineSnapshot, StepEvent, StepResultEvent
 from aioengine.events.stream import StreamItem
 from aioengine.events.wire import WireError
 from aioengine_tui.model.export import state_to_json
@@ -147,8 +147,9 @@ def test_the_states_that_are_kept_are_a_bounded_number(path: Path, tmp_path: Pat
     monkeypatch.setattr("aioengine.events.replay._FIRST_INTERVAL", 4)
     monkeypatch.setattr("aioengine.events.replay._MAX_CHECKPOINTS", 10)
     player = Player(path, make_state=DashboardState)
-    while player.next_event() is not None:
+    for _ in player.seek_in_parts(10**9, part=1):
         assert len(player._checkpoints) <= 10
+        assert len(player._near) <= 8
     assert len(player._checkpoints) >= 5
     end = player.position
     player.seek(end - 1)
@@ -173,6 +174,53 @@ def test_stepping_back_folds_few_events(path: Path, monkeypatch: pytest.MonkeyPa
         player.seek(player.position - 1)
     assert folded <= 20 * 40
     player.close()
+
+
+def test_playing_folds_nothing_and_takes_copies_for_going_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioengine.events.replay._FIRST_INTERVAL", 64)
+    player = Player(path, make_state=DashboardState)
+    viewer = DashboardState()
+    viewer.apply(player.index.header)
+    states: list[bytes] = [as_bytes(viewer)]
+    while (event := player.next_event()) is not None:
+        viewer.apply(event)
+        states.append(as_bytes(viewer))
+        if player.wants_state:
+            player.put_aside(player.position, viewer.copy())
+    assert player._state.num_events == 0
+    player.index.scan()
+    for place in (len(states) - 2, 130, 129, 64, 3, 200):
+        player.seek(place)
+        assert as_bytes(player.state) == states[place], place
+        event = player.next_event()
+        assert event is not None
+        assert event.time == player.last_time
+    player.close()
+
+
+def test_a_far_seek_begins_at_a_snapshot(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioengine.engine.engine_core.SNAPSHOT_INTERVAL", 10)
+    monkeypatch.setattr("aioengine.events.replay._MAX_FOLDED", 40)
+    asyncio.run(make_run(num_requests=60, record=tmp_path / "run.jsonl"))
+    events = read_recording(tmp_path / "run.jsonl").events
+    snapshots = [place for place, event in enumerate(events) if isinstance(event, EngineSnapshot) and event.requests]
+    assert len(snapshots) > 5
+    target = len(events) - 30
+    far, whole = (Player(tmp_path / "run.jsonl", make_state=DashboardState, whole_history=whole) for whole in (False, True))
+    for player in (far, whole):
+        player.seek(target)
+        assert player.position == target
+    base = max(place for place in snapshots if place < target)
+    assert far.state.num_events == target - base
+    assert whole.state.num_events == target
+    assert far.state.block_codes() == whole.state.block_codes()
+    assert far.state.requests.keys() == whole.state.requests.keys()
+    assert far.state.stats == whole.state.stats
+    assert "begins with a snapshot" in far.state.log.lines[0].text
+    far.seek(30)
+    assert far.state.num_events == 30  # near enough to the beginning for all of it
+    far.close()
+    whole.close()
 
 
 # ---------------------------------------------------------------------------------------------------- the source
@@ -248,6 +296,21 @@ async def test_pause_step_seek_and_jump(path: Path) -> None:
         now = source.now()
         await asyncio.sleep(0.02)
         assert source.now() == now
+
+
+async def test_a_viewer_is_asked_for_copies_while_it_plays(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioengine.events.replay._FIRST_INTERVAL", 32)
+    state = DashboardState()
+    source = FileSource(path, make_state=DashboardState)
+    async with watching(source, state):
+        source.set_speed(100.0)
+        await until(lambda: not source.playing and state.num_events == source.length)
+        player = source._player
+        assert player is not None
+        kept = dict(player._checkpoints)
+        assert [kept[place].num_events for place in kept] == list(kept) != []
+        await source.step(-1)
+        await until(lambda: state.num_events == source.position)
 
 
 @pytest.fixture

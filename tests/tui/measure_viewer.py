@@ -119,44 +119,54 @@ class LargeEngine:
         )  # fmt: skip
 
 
-def cpu_seconds(pid: int) -> float:
-    """User and system time of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+class ViewerProcess:
+    """`aioengine top ADDRESS` in a terminal of its own, whose output is counted and dropped."""
+
+    def __init__(self, address: Path, *, columns: int, lines: int, refresh: float) -> None:
+        self.num_bytes = 0
+        self._pid, self._terminal = pty.fork()
+        if self._pid == 0:
+            os.environ.update(TERM="xterm-256color", COLORTERM="truecolor")
+            os.execv(sys.executable, [sys.executable, "-m", "aioengine", "top", str(address), "--refresh", f"{refresh:g}"])
+        fcntl.ioctl(self._terminal, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+        self._reader = threading.Thread(target=self._drain, daemon=True)
+        self._reader.start()
+
+    def _drain(self) -> None:
+        try:
+            while chunk := os.read(self._terminal, 65536):
+                self.num_bytes += len(chunk)
+        except OSError:
+            return  # the process ended
+
+    def press(self, key: bytes) -> None:
+        os.write(self._terminal, key)
+
+    def cpu_seconds(self) -> float:
+        """User and system time so far."""
+        fields = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def stop(self) -> None:
+        self.press(b"q")
+        os.waitpid(self._pid, 0)
+        self._reader.join(timeout=5)
+        os.close(self._terminal)
 
 
 def measure(address: Path, *, columns: int, lines: int, seconds: float, refresh: float) -> dict[str, tuple[float, float]]:
     """Screen -> (share of a core, bytes a second to the terminal)."""
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.environ.update(TERM="xterm-256color", COLORTERM="truecolor")
-        os.execv(sys.executable, [sys.executable, "-m", "aioengine", "top", str(address), "--refresh", f"{refresh:g}"])
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
-    num_bytes = 0
-
-    def drain() -> None:
-        nonlocal num_bytes
-        try:
-            while chunk := os.read(terminal, 65536):
-                num_bytes += len(chunk)
-        except OSError:
-            return  # the process ended
-
-    reader = threading.Thread(target=drain, daemon=True)
-    reader.start()
+    viewer = ViewerProcess(address, columns=columns, lines=lines, refresh=refresh)
     time.sleep(4.0)  # start-up, and the indexing of the recording
     results = {}
     for screen, key in SCREENS.items():
-        os.write(terminal, key)
+        viewer.press(key)
         time.sleep(0.5)
-        start, cpu_before, bytes_before = time.perf_counter(), cpu_seconds(pid), num_bytes
+        start, cpu_before, bytes_before = time.perf_counter(), viewer.cpu_seconds(), viewer.num_bytes
         time.sleep(seconds)
         elapsed = time.perf_counter() - start
-        results[screen] = ((cpu_seconds(pid) - cpu_before) / elapsed, (num_bytes - bytes_before) / elapsed)
-    os.write(terminal, b"q")
-    os.waitpid(pid, 0)
-    reader.join(timeout=5)
-    os.close(terminal)
+        results[screen] = ((viewer.cpu_seconds() - cpu_before) / elapsed, (viewer.num_bytes - bytes_before) / elapsed)
+    viewer.stop()
     return results
 
 

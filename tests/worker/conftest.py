@@ -44,6 +44,7 @@ class TinyModel(nn.Module):
     """Two attention layers with random weights; the positions enter through an embedding."""
 
     num_layers = 2
+    runs_own_threads = False
 
     def __init__(self, backend: AttentionBackend) -> None:
         super().__init__()

@@ -23,6 +23,7 @@ BYTES_PER_BLOCK = 2 * 2 * 4 * 2 * 8 * 4
 
 class LoadedModel:
     num_layers = 2
+    runs_own_threads = False
 
 
 @pytest.fixture

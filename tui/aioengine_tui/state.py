@@ -20,7 +20,7 @@ from typing import Any
 
 from aioengine.core.scheduler_output import AdmissionStop, SchedulerStats
 from aioengine.events.step_event import EngineSnapshot, StepEvent, StepResultEvent
-from aioengine.events.stream import Gap, Restored, SourceStatus, StreamItem
+from aioengine.events.stream import CopyWanted, Gap, Restored, SourceStatus, StreamItem
 from aioengine.events.wire import WireHeader
 from aioengine_tui.model.blocks import BLOCK_STATES, BlockInfo, BlockMap, BlockState
 from aioengine_tui.model.fold_result import fold_result
@@ -159,6 +159,8 @@ class DashboardState:
                 self._take_status(item)
             case Restored():
                 self._become(item.state)
+            case CopyWanted():
+                item.answer(self.copy())
 
     def tick(self, now: float) -> None:
         """Let the engine's clock move on without events. It never goes back."""

@@ -15,7 +15,7 @@ _STATES: dict[str, RequestState] = {"WAITING": "waiting", "RUNNING": "running", 
 
 
 def fold_snapshot(state: DashboardState, snapshot: EngineSnapshot) -> None:
-    was_out_of_sync = state.out_of_sync or state.last_event_time is None
+    is_first, was_out_of_sync = state.num_events == 1, state.out_of_sync
     state.out_of_sync = False
     state.last_step_id = max(state.last_step_id, snapshot.step_id)
     state.num_in_flight = snapshot.num_in_flight
@@ -33,7 +33,10 @@ def fold_snapshot(state: DashboardState, snapshot: EngineSnapshot) -> None:
         cached=dict(zip(snapshot.cached_block_ids, hashes, strict=False)),
     )
     take_gauges(state, snapshot.stats, time=snapshot.time)
-    if was_out_of_sync and state.num_events > 1:
+    if is_first and snapshot.step_id:
+        text = f"this begins with a snapshot after step {snapshot.step_id}: what was before is not known"
+        state.log.add(snapshot.time, snapshot.step_id, "stream", None, text)
+    elif was_out_of_sync and not is_first:
         state.log.add(snapshot.time, snapshot.step_id, "stream", None, "in step with the engine again, by a snapshot")
 
 

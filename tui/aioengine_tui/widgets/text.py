@@ -131,8 +131,7 @@ def fit_line(line: Line, width: int) -> Line:
         if left <= 0:
             break
         size = width_of(text)
-        more_follows = any(part.text for part in line[index + 1 :])
-        if size > left or (size == left and more_follows):
+        if size > left or (size == left and any(part.text for part in line[index + 1 :])):
             fitted.append(Part(fit(text, left) if size > left else fit(text + " ", left), role))
             return fitted
         fitted.append(Part(text, role))

@@ -1,0 +1,232 @@
+"""The decoders of `models.decoder` on the native CPU kernels: packed weights, one call a step for all layers.
+
+Quantized checkpoints stay quantized. `fast` rounds activations to int8 in the products; otherwise the result is that of the
+dequantized float32 model up to the order of summation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from aioengine.attention.base import AttentionBatch
+from aioengine.attention.cpu_paged import CpuPagedBackend
+from aioengine.errors import ModelError
+from aioengine.layers.rope import RotaryEmbedding
+from aioengine.layers.weight_format import StoredTensor
+from aioengine.models.base import CausalLM
+from aioengine.models.config import DecoderConfig
+from aioengine.models.decoder import DecoderForCausalLM
+
+if TYPE_CHECKING:
+    from aioengine.attention.base import AttentionBackend
+    from aioengine_kernels.cpu import LayerWeights, NativeDecoder, PackedMatrix
+
+_SILU = ("silu", "swish")
+
+
+def why_not_native(
+    family: type[CausalLM], config: DecoderConfig, *, backend: AttentionBackend, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """None if `NativeDecoderForCausalLM` can run a model of this family, else the reason."""
+    from aioengine_kernels.cpu import status
+
+    if not issubclass(family, DecoderForCausalLM):
+        return f"the native decoder does not know the layers of {family.__name__}"
+    if (missing := status()) is not None:
+        return missing
+    if device.type != "cpu" or dtype != torch.float32:
+        return f"the native decoder computes in float32 on the CPU, not in {dtype} on {device.type}"
+    if config.hidden_act not in _SILU:
+        return f"the native decoder has no {config.hidden_act} activation"
+    if not isinstance(backend, CpuPagedBackend):
+        return f"the native decoder needs the attention backend {CpuPagedBackend.name}, not {backend.name}"
+    return None
+
+
+def build_native(config: DecoderConfig, *, attention_backend: AttentionBackend, fast: bool) -> CausalLM:
+    """The model without its weights, for a configuration that `why_not_native` has nothing against."""
+    assert isinstance(attention_backend, CpuPagedBackend)
+    return NativeDecoderForCausalLM(config, attention_backend=attention_backend, fast=fast)
+
+
+class NativeDecoderForCausalLM(CausalLM):
+    """Holds packed matrices instead of parameters. Serves every family whose class is a `DecoderForCausalLM`."""
+
+    runs_own_threads = True
+
+    def __init__(self, config: DecoderConfig, *, attention_backend: CpuPagedBackend, fast: bool) -> None:
+        super().__init__()
+        self.config = config
+        self.num_layers = config.num_layers
+        self.fast = fast
+        self._backend = attention_backend
+        self._kernels = attention_backend.kernels  # made now: they take over the number of PyTorch's threads
+        self._cos_sin = RotaryEmbedding(
+            config.rope, head_dim=config.head_dim, max_positions=config.max_position_embeddings, device=torch.device("cpu")
+        ).table
+        self._layers: list[LayerWeights] = []
+        self._embedding: PackedMatrix | None = None
+        self._head: PackedMatrix | None = None
+        self._final_norm = torch.empty(0)
+        self._decoder: tuple[list[torch.Tensor], NativeDecoder] | None = None  # the caches it was made for, and it
+
+    @classmethod
+    def read_config(cls, raw: Mapping[str, Any]) -> DecoderConfig:
+        raise NotImplementedError("the family's own class reads config.json")
+
+    @classmethod
+    def build(cls, config: DecoderConfig, *, attention_backend: AttentionBackend, dtype: torch.dtype, device: torch.device) -> CausalLM:
+        """In exact mode."""
+        return build_native(config, attention_backend=attention_backend, fast=False)
+
+    def load_weights(self, tensors: Iterable[StoredTensor]) -> None:
+        source = _Checkpoint(tensors, tied=self.config.tie_word_embeddings)
+        c = self.config
+        hidden, size = c.hidden_size, c.intermediate_size
+        heads, kv_heads = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        self._embedding = source.matrix([("model.embed_tokens", c.vocab_size)], hidden)
+        self._head = self._embedding if c.tie_word_embeddings else source.matrix([("lm_head", c.vocab_size)], hidden)
+        self._final_norm = source.vector("model.norm.weight", hidden)
+        self._layers = [self._load_layer(source, f"model.layers.{i}", hidden, size, heads, kv_heads) for i in range(c.num_layers)]
+        source.check_used_up()
+
+    def _load_layer(self, source: _Checkpoint, path: str, hidden: int, size: int, heads: int, kv_heads: int) -> LayerWeights:
+        from aioengine_kernels.cpu import LayerWeights
+
+        c, attention, mlp = self.config, f"{path}.self_attn", f"{path}.mlp"
+        qkv = [(f"{attention}.q_proj", heads), (f"{attention}.k_proj", kv_heads), (f"{attention}.v_proj", kv_heads)]
+        output, down = [(f"{attention}.o_proj", hidden)], [(f"{mlp}.down_proj", hidden)]
+        gate_up = [(f"{mlp}.gate_proj", size), (f"{mlp}.up_proj", size)]
+        return LayerWeights(
+            qkv=source.matrix(qkv, hidden),
+            output=source.matrix(output, heads),
+            gate_up=source.matrix(gate_up, hidden),
+            down=source.matrix(down, size),
+            input_norm=source.vector(f"{path}.input_layernorm.weight", hidden),
+            post_norm=source.vector(f"{path}.post_attention_layernorm.weight", hidden),
+            query_norm=source.vector(f"{attention}.q_norm.weight", c.head_dim) if c.qk_norm else None,
+            key_norm=source.vector(f"{attention}.k_norm.weight", c.head_dim) if c.qk_norm else None,
+            qkv_bias=source.bias(qkv) if c.qkv_bias else None,
+            output_bias=source.bias(output) if c.output_bias else None,
+            gate_up_bias=source.bias(gate_up) if c.mlp_bias else None,
+            down_bias=source.bias(down) if c.mlp_bias else None,
+        )
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,  # [num_tokens] int64
+        positions: torch.Tensor,  # [num_tokens] int64
+        *,
+        kv_caches: list[torch.Tensor],
+        attention_metadata: AttentionBatch,
+    ) -> torch.Tensor:  # [num_tokens, hidden_size]
+        from aioengine_kernels.cpu.packing import gather_rows
+
+        assert self._embedding is not None, "load_weights() comes first"
+        batch = attention_metadata
+        return self._decoder_for(kv_caches).forward(
+            gather_rows(self._embedding, input_ids),
+            positions.contiguous(),
+            slots=batch.slot_mapping.contiguous(),
+            block_table=batch.block_table,
+            seq_lens=batch.seq_lens.contiguous(),
+            query_start_loc=batch.query_start_loc.contiguous(),
+        )
+
+    def _decoder_for(self, kv_caches: list[torch.Tensor]) -> NativeDecoder:
+        """The caches are the same lists every step, except while memory is measured before they exist."""
+        if self._decoder is None or any(a is not b for a, b in zip(self._decoder[0], kv_caches, strict=True)):
+            self._decoder = (list(kv_caches), self._make_decoder(kv_caches))
+        return self._decoder[1]
+
+    def _make_decoder(self, kv_caches: list[torch.Tensor]) -> NativeDecoder:
+        from aioengine_kernels.cpu import DecoderShape, NativeDecoder
+
+        c, attention = self.config, self._backend.config
+        shape = DecoderShape(
+            num_heads=c.num_heads,
+            cache_format=self._backend.cache_format,
+            hidden_size=c.hidden_size,
+            rms_norm_eps=c.rms_norm_eps,
+            scale=c.head_dim**-0.5,
+            sliding_window=attention.sliding_window,
+            logits_soft_cap=attention.logits_soft_cap,
+        )
+        return NativeDecoder(
+            self._kernels,
+            shape,
+            self._layers,
+            final_norm=self._final_norm,
+            cos_sin=self._cos_sin,
+            kv_caches=kv_caches,
+            fast=self.fast,
+        )
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        assert self._head is not None, "load_weights() comes first"
+        return self._kernels.linear(hidden.contiguous(), self._head, fast=self.fast)
+
+
+class _Checkpoint:
+    """Tensors by name, each taken once. Raises ModelError for one that is missing, left over or of another shape."""
+
+    def __init__(self, tensors: Iterable[StoredTensor], *, tied: bool) -> None:
+        self._tensors: dict[str, StoredTensor] = {}
+        for stored in tensors:
+            # Some checkpoints repeat what follows from the config: the tied head, the rotary frequencies.
+            if stored.name.endswith("rotary_emb.inv_freq") or (tied and stored.name == "lm_head.weight"):
+                continue
+            if stored.name in self._tensors:
+                raise ModelError(f"tensor {stored.name} of the checkpoint appears twice")
+            self._tensors[stored.name] = stored
+
+    def _take(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
+        stored = self._tensors.pop(name, None)
+        if stored is None:
+            raise ModelError(f"the checkpoint lacks {name}")
+        if stored.shape != shape:
+            raise ModelError(f"tensor {name} has shape {list(stored.shape)}, config.json implies {list(shape)}")
+        return stored
+
+    def vector(self, name: str, size: int) -> torch.Tensor:
+        """[size] float32."""
+        out = torch.empty(size)
+        self._take(name, (size,)).read_into(out)
+        return out
+
+    def bias(self, parts: Sequence[tuple[str, int]]) -> torch.Tensor:
+        return torch.cat([self.vector(f"{name}.bias", rows) for name, rows in parts])
+
+    def matrix(self, parts: Sequence[tuple[str, int]], columns: int) -> PackedMatrix:
+        """The parts' rows as one matrix: quantized as stored if all are stored alike, else dense."""
+        from aioengine_kernels.cpu.packing import pack, supports_packing
+
+        stored = [self._take(f"{name}.weight", (rows, columns)) for name, rows in parts]
+        packed = [tensor.read_packed() for tensor in stored]
+        kinds = {rows.kind for rows in packed if rows is not None}
+        if len(kinds) == 1 and all(rows is not None for rows in packed) and supports_packing(next(iter(kinds)), columns) is None:
+            return pack(kinds.pop(), columns, [rows.data for rows in packed if rows is not None])
+        dense = torch.empty(sum(rows for _, rows in parts), columns)
+        first = 0
+        for tensor, (_, rows) in zip(stored, parts, strict=True):
+            tensor.read_into(dense[first : first + rows])
+            first += rows
+        return _pack_lossless(dense)
+
+    def check_used_up(self) -> None:
+        if self._tensors:
+            raise ModelError(f"tensor {min(self._tensors)} of the checkpoint is none of this architecture's")
+
+
+def _pack_lossless(weight: torch.Tensor) -> PackedMatrix:
+    """In the narrowest dtype that holds every number exactly: most checkpoints are bfloat16 at heart."""
+    from aioengine_kernels.cpu.packing import pack_dense
+
+    for dtype in (torch.bfloat16, torch.float16):
+        narrow = weight.to(dtype)
+        if torch.equal(narrow.float(), weight):
+            return pack_dense(narrow)
+    return pack_dense(weight)

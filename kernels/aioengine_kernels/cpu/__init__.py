@@ -1,0 +1,50 @@
+"""The native CPU kernels: matrix products on packed (quantized) weights, paged attention, and the small operations of a layer.
+
+`status()` says why they are unavailable (None: they are there); `load_kernels()` gives the object that holds the operations.
+See README.md in this folder for layouts and measurements. Importing this package imports neither torch nor the library.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from aioengine_kernels.cpu.decoder import DecoderShape, LayerWeights, NativeDecoder
+    from aioengine_kernels.cpu.kernels import CpuKernels, KvCacheFormat, load_kernels
+    from aioengine_kernels.cpu.library import ISAS, status, supported_isas
+    from aioengine_kernels.cpu.packing import PackedMatrix
+
+_HOMES = {
+    "CpuKernels": "kernels",
+    "KvCacheFormat": "kernels",
+    "DecoderShape": "decoder",
+    "ISAS": "library",
+    "LayerWeights": "decoder",
+    "NativeDecoder": "decoder",
+    "PackedMatrix": "packing",
+    "load_kernels": "kernels",
+    "status": "library",
+    "supported_isas": "library",
+}
+
+__all__ = [
+    "ISAS",
+    "CpuKernels",
+    "DecoderShape",
+    "KvCacheFormat",
+    "LayerWeights",
+    "NativeDecoder",
+    "PackedMatrix",
+    "load_kernels",
+    "status",
+    "supported_isas",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{home}"), name)

@@ -1,0 +1,204 @@
+"""All layers of a pre-norm, gated-SiLU decoder (Llama, Mistral, Qwen 2 and 3) in one native call a step.
+
+Python around seven small calls a layer costs more than the arithmetic at one token a step; this leaves one call. The bits
+are those of the single operations.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+
+from aioengine_kernels.cpu.kernels import KV_TYPES, CpuKernels, KvCacheFormat
+from aioengine_kernels.cpu.library import ISAS, open_library
+from aioengine_kernels.cpu.packing import PackedMatrix
+
+_P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+
+
+class _MatrixStruct(ctypes.Structure):
+    _fields_ = (("weights", _P), ("bias", _P), ("n", _L), ("k", _L), ("format", _I), ("fast", _I))
+
+
+class _LayerStruct(ctypes.Structure):
+    _fields_ = (
+        *((name, _MatrixStruct) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, _P) for name in ("input_norm", "post_norm", "query_norm", "key_norm", "cache")),
+    )
+
+
+class _StepStruct(ctypes.Structure):
+    _fields_ = (
+        *((name, _P) for name in ("residual", "normed", "final_norm", "cos_sin", "positions", "slots")),
+        *((name, _P) for name in ("block_table", "seq_lens", "query_start_loc")),
+        *((name, _L) for name in ("block_table_stride", "num_reqs", "m", "hidden", "window")),
+        *((name, _F) for name in ("eps", "scale", "soft_cap")),
+        *((name, _I) for name in ("isa", "num_threads", "kv_type", "block_size", "num_heads", "num_kv_heads", "head_dim")),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """Norm weights are float32 [hidden], those of queries and keys [head_dim]; biases float32 [rows of the matrix]."""
+
+    qkv: PackedMatrix  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
+    output: PackedMatrix  # [hidden, num_heads * head_dim]
+    gate_up: PackedMatrix  # [2 * intermediate, hidden]
+    down: PackedMatrix  # [hidden, intermediate]
+    input_norm: torch.Tensor
+    post_norm: torch.Tensor
+    query_norm: torch.Tensor | None = None
+    key_norm: torch.Tensor | None = None
+    qkv_bias: torch.Tensor | None = None
+    output_bias: torch.Tensor | None = None
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    num_heads: int
+    cache_format: KvCacheFormat
+    hidden_size: int
+    rms_norm_eps: float
+    scale: float  # of attention scores
+    sliding_window: int | None = None
+    logits_soft_cap: float | None = None
+
+
+class NativeDecoder:
+    """Keeps the addresses of the weights and caches it was made with, and the tensors themselves, so that they stay."""
+
+    def __init__(
+        self,
+        kernels: CpuKernels,
+        shape: DecoderShape,
+        layers: Sequence[LayerWeights],
+        *,
+        final_norm: torch.Tensor,  # [hidden] float32
+        cos_sin: torch.Tensor,  # [positions, head_dim] float32: cosines, then sines
+        kv_caches: Sequence[torch.Tensor],  # one a layer, in shape.cache_format
+        fast: bool,
+    ) -> None:
+        """Raises ValueError for shapes that do not fit together."""
+        self._library = open_library()
+        if self._library.aio_layer_bytes() != ctypes.sizeof(_LayerStruct) or self._library.aio_step_bytes() != ctypes.sizeof(_StepStruct):
+            raise RuntimeError("the native CPU library was built from other sources than this Python code: reinstall aioengine")
+        f = shape.cache_format
+        reason = KvCacheFormat.why_not(f.dtype, f.block_size, shape.num_heads, f.num_kv_heads, f.head_dim)
+        if reason is not None:
+            raise ValueError(reason)
+        if len(layers) != len(kv_caches) or not layers:
+            raise ValueError(f"{len(layers)} layers and {len(kv_caches)} caches: there must be one of each, and at least one")
+        for layer, cache in zip(layers, kv_caches, strict=True):
+            _check_layer(layer, shape)
+            _check(cache, "kv_cache", torch.uint8, f.shape(cache.shape[0]))
+        _check(final_norm, "final_norm", torch.float32, (shape.hidden_size,))
+        _check(cos_sin, "cos_sin", torch.float32, (cos_sin.shape[0], f.head_dim))
+        self._kept = (tuple(layers), tuple(kv_caches), final_norm, cos_sin)
+        self._shape = shape
+        self._num_layers = len(layers)
+        self._layers = (_LayerStruct * len(layers))(*(_layer_struct(layer, c, fast) for layer, c in zip(layers, kv_caches, strict=True)))
+        self._fixed = {
+            "final_norm": final_norm.data_ptr(),
+            "cos_sin": cos_sin.data_ptr(),
+            "hidden": shape.hidden_size,
+            "window": shape.sliding_window or 0,
+            "eps": shape.rms_norm_eps,
+            "scale": shape.scale,
+            "soft_cap": shape.logits_soft_cap or 0.0,
+            "isa": ISAS.index(kernels.isa),
+            "num_threads": kernels.num_threads,
+            "kv_type": KV_TYPES[f.dtype],
+            "block_size": f.block_size,
+            "num_heads": shape.num_heads,
+            "num_kv_heads": f.num_kv_heads,
+            "head_dim": f.head_dim,
+        }
+
+    def forward(
+        self,
+        residual: torch.Tensor,  # [n, hidden] float32: the embeddings; holds the last layer's output afterwards
+        positions: torch.Tensor,  # [n] int64, each below the rows of cos_sin
+        *,
+        slots: torch.Tensor,  # [n] int64
+        block_table: torch.Tensor,  # [num_reqs, *] int32
+        seq_lens: torch.Tensor,  # [num_reqs] int32
+        query_start_loc: torch.Tensor,  # [num_reqs + 1] int32
+    ) -> torch.Tensor:  # [n, hidden] float32, after the final norm
+        """One step. Keys and values of its tokens are written to the caches."""
+        n, num_reqs = residual.shape[0], seq_lens.shape[0]
+        _check(residual, "residual", torch.float32, (n, self._shape.hidden_size))
+        _check(positions, "positions", torch.int64, (n,))
+        _check(slots, "slots", torch.int64, (n,))
+        _check(seq_lens, "seq_lens", torch.int32, (num_reqs,))
+        _check(query_start_loc, "query_start_loc", torch.int32, (num_reqs + 1,))
+        if block_table.dtype is not torch.int32 or block_table.dim() != 2 or block_table.shape[0] < num_reqs or block_table.stride(1) != 1:
+            raise ValueError(f"block_table must be int32 [{num_reqs}, *], got {block_table.dtype} {list(block_table.shape)}")
+        normed = torch.empty_like(residual)
+        step = _StepStruct(
+            residual=residual.data_ptr(),
+            normed=normed.data_ptr(),
+            positions=positions.data_ptr(),
+            slots=slots.data_ptr(),
+            block_table=block_table.data_ptr(),
+            seq_lens=seq_lens.data_ptr(),
+            query_start_loc=query_start_loc.data_ptr(),
+            block_table_stride=block_table.stride(0),
+            num_reqs=num_reqs,
+            m=n,
+            **self._fixed,
+        )
+        if n:
+            self._library.aio_decoder(ctypes.addressof(self._layers), self._num_layers, ctypes.addressof(step))
+        return normed
+
+
+def _check(x: torch.Tensor, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if x.dtype is not dtype or x.shape != shape or not x.is_contiguous():
+        raise ValueError(f"{name} must be contiguous {dtype} {list(shape)}, got {x.dtype} {list(x.shape)}")
+
+
+def _check_layer(layer: LayerWeights, shape: DecoderShape) -> None:
+    f, hidden = shape.cache_format, shape.hidden_size
+    heads, intermediate = shape.num_heads * f.head_dim, layer.down.columns
+    wanted = {
+        "qkv": (heads + 2 * f.num_kv_heads * f.head_dim, hidden),
+        "output": (hidden, heads),
+        "gate_up": (2 * intermediate, hidden),
+        "down": (hidden, intermediate),
+    }
+    for name, (rows, columns) in wanted.items():
+        matrix: PackedMatrix = getattr(layer, name)
+        if (matrix.rows, matrix.columns) != (rows, columns):
+            raise ValueError(f"{name} must be [{rows}, {columns}], got [{matrix.rows}, {matrix.columns}]")
+    sizes = {f"{name}_bias": rows for name, (rows, _) in wanted.items()}
+    sizes |= {"input_norm": hidden, "post_norm": hidden, "query_norm": f.head_dim, "key_norm": f.head_dim}
+    for field in fields(layer):
+        value = getattr(layer, field.name)
+        if isinstance(value, torch.Tensor):
+            _check(value, field.name, torch.float32, (sizes[field.name],))
+
+
+def _address(x: torch.Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _layer_struct(layer: LayerWeights, cache: torch.Tensor, fast: bool) -> _LayerStruct:
+    def matrix(m: PackedMatrix, bias: torch.Tensor | None) -> _MatrixStruct:
+        return _MatrixStruct(m.data.data_ptr(), _address(bias), m.rows, m.columns, m.format, fast)
+
+    return _LayerStruct(
+        matrix(layer.qkv, layer.qkv_bias),
+        matrix(layer.output, layer.output_bias),
+        matrix(layer.gate_up, layer.gate_up_bias),
+        matrix(layer.down, layer.down_bias),
+        layer.input_norm.data_ptr(),
+        layer.post_norm.data_ptr(),
+        _address(layer.query_norm),
+        _address(layer.key_norm),
+        cache.data_ptr(),
+    )

@@ -1,0 +1,79 @@
+"""Finds and opens the native library and declares its C functions."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+ABI_VERSION = 1
+ISAS = ("portable", "avx2", "avx512")  # the index is the number in the C ABI
+ISA_VARIABLE = "AIOENGINE_CPU_ISA"
+
+_P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+_SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
+    "aio_abi_version": (_I, ()),
+    "aio_supports": (_I, (_I,)),
+    "aio_packed_bytes": (_L, (_I, _L, _L)),
+    "aio_pack": (None, (_I, _P, _L, _L, _L, _L, _P, _I)),
+    "aio_gather_rows": (None, (_I, _P, _L, _P, _L, _P, _L)),
+    "aio_linear": (None, (_I, _I, _I, _P, _P, _P, _L, _P, _L, _L, _L, _L, _I)),
+    "aio_attention": (None, (_I, _I, _P, _I, _I, _I, _I, _P, _L, _P, _L, _P, _L, _P, _P, _L, _L, _F, _F, _I)),
+    "aio_rope_cache": (None, (_I, _I, _P, _I, _I, _I, _I, _L, _P, _L, _P, _L, _P, _L, _P, _P, _P, _P, _P, _F, _I)),
+    "aio_rms_norm": (None, (_I, _P, _L, _P, _L, _P, _F, _L, _L, _P, _L, _I)),
+    "aio_layer_bytes": (_L, ()),
+    "aio_step_bytes": (_L, ()),
+    "aio_decoder": (None, (_P, _L, _P)),
+    "aio_silu_mul": (None, (_I, _P, _L, _L, _L, _P, _L, _I)),
+}
+
+
+@cache
+def _open() -> ctypes.CDLL | str:
+    """The library, or why there is none."""
+    folder = Path(__file__).parent
+    path = next((path for suffix in EXTENSION_SUFFIXES if (path := folder / f"_native{suffix}").exists()), None)
+    if path is None:
+        return "the native CPU library was not built (no C++ compiler when aioengine was installed?): install g++ or clang++ and reinstall"
+    try:
+        library = ctypes.CDLL(str(path))
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+    except (OSError, AttributeError) as error:
+        return f"the native CPU library {path} cannot be loaded: {error}"
+    version = library.aio_abi_version()
+    if version != ABI_VERSION:
+        return f"the native CPU library {path} has interface {version}, this code needs {ABI_VERSION}: reinstall aioengine"
+    return library
+
+
+def status() -> str | None:
+    """None if the native kernels can be used, else the reason why not."""
+    library = _open()
+    return library if isinstance(library, str) else None
+
+
+def open_library() -> ctypes.CDLL:
+    """Raises RuntimeError with the text of `status()`."""
+    library = _open()
+    if isinstance(library, str):
+        raise RuntimeError(library)
+    return library
+
+
+def supported_isas() -> tuple[str, ...]:
+    """The instruction sets that this library has and this CPU runs, the best last."""
+    library = open_library()
+    return tuple(name for number, name in enumerate(ISAS) if library.aio_supports(number))
+
+
+def choose_isa(isa: str | None = None) -> str:
+    """`isa`, else the environment variable AIOENGINE_CPU_ISA, else the best that this CPU runs. Raises ValueError for others."""
+    supported = supported_isas()
+    wanted = isa or os.environ.get(ISA_VARIABLE) or supported[-1]
+    if wanted not in supported:
+        raise ValueError(f"instruction set {wanted!r} is not available here; this CPU runs: {', '.join(supported)}")
+    return wanted

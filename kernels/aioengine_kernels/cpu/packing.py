@@ -1,0 +1,120 @@
+"""Weights in the panel layout of the native kernels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from aioengine_kernels.cpu.library import open_library
+
+# Names of ggml -> numbers in the C ABI.
+FORMATS = {"F32": 0, "F16": 1, "BF16": 2, "Q4_0": 3, "Q4_1": 4, "Q8_0": 5, "Q4_K": 6, "Q6_K": 7, "Q5_0": 8}
+_STORED_BLOCKS = {"Q4_0": (32, 18), "Q4_1": (32, 20), "Q8_0": (32, 34), "Q5_0": (32, 22), "Q4_K": (256, 144), "Q6_K": (256, 210)}
+_DENSE = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """A [rows, columns] matrix as panels of 16 rows. Rows past `rows` in the last panel are zero."""
+
+    kind: str  # a key of FORMATS; Q5_0 is kept as Q8_0
+    rows: int
+    columns: int
+    data: torch.Tensor  # [bytes] uint8, 64-byte aligned
+
+    @property
+    def format(self) -> int:
+        return FORMATS[self.kind]
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.numel()
+
+
+def aligned_zeros(num_bytes: int) -> torch.Tensor:
+    """[num_bytes] uint8 at a 64-byte boundary."""
+    raw = torch.zeros(num_bytes + _ALIGNMENT, dtype=torch.uint8)
+    start = -raw.data_ptr() % _ALIGNMENT
+    return raw[start : start + num_bytes]
+
+
+def supports_packing(kind: str, columns: int) -> str | None:
+    """None if rows of this ggml type and length can be packed, else why not."""
+    if kind not in FORMATS:
+        return f"no packed form of {kind} weights; there is one of {', '.join(FORMATS)}"
+    size = _STORED_BLOCKS.get(kind, (1, 0))[0]
+    return f"{columns} columns are not a multiple of {size}, the block of {kind}" if columns % size else None
+
+
+class MatrixBuilder:
+    """Packs a matrix part by part: q, k, v or gate, up become one matrix by packing their rows one after the other."""
+
+    def __init__(self, kind: str, rows: int, columns: int) -> None:
+        """Raises ValueError for a kind or a row length that cannot be packed."""
+        reason = supports_packing(kind, columns)
+        if reason is not None:
+            raise ValueError(reason)
+        if rows <= 0 or columns <= 0:
+            raise ValueError(f"a packed matrix needs at least one row and one column, got [{rows}, {columns}]")
+        self._library = open_library()
+        self._stored_kind = kind
+        num_bytes = self._library.aio_packed_bytes(FORMATS[kind], rows, columns)
+        self.matrix = PackedMatrix("Q8_0" if kind == "Q5_0" else kind, rows, columns, aligned_zeros(num_bytes))
+
+    def put(self, first_row: int, stored: torch.Tensor) -> None:
+        """Rows `first_row` on. stored: [rows, bytes_per_row] uint8 of GGUF blocks, or [rows, columns] in the dense dtype."""
+        matrix, kind = self.matrix, self._stored_kind
+        if kind in _STORED_BLOCKS:
+            columns, block_bytes = _STORED_BLOCKS[kind]
+            width, dtype = matrix.columns // columns * block_bytes, torch.uint8
+        else:
+            width, dtype = matrix.columns, next(dtype for dtype, name in _DENSE.items() if name == kind)
+        if stored.dtype != dtype or stored.dim() != 2 or stored.shape[1] != width:
+            raise ValueError(f"{kind} rows of {matrix.columns} columns are {dtype} [n, {width}], got {stored.dtype} {list(stored.shape)}")
+        if first_row < 0 or first_row + stored.shape[0] > matrix.rows:
+            raise ValueError(f"rows {first_row}..{first_row + stored.shape[0]} do not fit into {matrix.rows} rows")
+        source = stored.contiguous()
+        self._library.aio_pack(
+            FORMATS[kind],
+            source.data_ptr(),
+            source.shape[1] * source.element_size(),
+            source.shape[0],
+            matrix.columns,
+            first_row,
+            matrix.data.data_ptr(),
+            torch.get_num_threads(),
+        )
+
+
+def pack(kind: str, columns: int, parts: Sequence[torch.Tensor]) -> PackedMatrix:
+    """One matrix of the rows of all parts. See `MatrixBuilder.put` for the form of a part."""
+    builder = MatrixBuilder(kind, sum(part.shape[0] for part in parts), columns)
+    row = 0
+    for part in parts:
+        builder.put(row, part)
+        row += part.shape[0]
+    return builder.matrix
+
+
+def pack_dense(weight: torch.Tensor) -> PackedMatrix:
+    """weight [rows, columns] in float32, float16 or bfloat16."""
+    if weight.dtype not in _DENSE:
+        raise ValueError(f"no packed form of {weight.dtype}")
+    return pack(_DENSE[weight.dtype], weight.shape[1], [weight])
+
+
+def gather_rows(matrix: PackedMatrix, ids: torch.Tensor) -> torch.Tensor:
+    """The embedding look-up: ids [...] int64 -> [..., columns] float32, each row dequantized exactly. Ids are not checked."""
+    if ids.dtype != torch.int64:
+        raise ValueError(f"ids must be int64, got {ids.dtype}")
+    flat = ids.contiguous()
+    out = torch.empty((*ids.shape, matrix.columns))
+    count = math.prod(ids.shape)
+    open_library().aio_gather_rows(
+        matrix.format, matrix.data.data_ptr(), matrix.columns, flat.data_ptr(), count, out.data_ptr(), matrix.columns
+    )
+    return out

@@ -1,0 +1,157 @@
+// Types that every translation unit shares. Nothing here may emit code that the linker could merge across units:
+// units are compiled for different instruction sets, and a merged function could run where its instructions do not exist.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define AIO_EXPORT __attribute__((visibility("default")))
+
+namespace aio {
+
+typedef int64_t i64;
+
+// Weights are packed in panels of 16 rows; quantized formats in groups of 32 columns.
+constexpr int kPanelRows = 16;
+constexpr int kGroup = 32;
+
+// The numbers are part of the C ABI: see _library.py.
+enum Format : int32_t {
+  kF32 = 0,
+  kF16 = 1,
+  kBF16 = 2,
+  kQ4_0 = 3,  // u4 - 8, scale f16
+  kQ4_1 = 4,  // u4, scale and minimum f16
+  kQ8_0 = 5,  // i8, scale f16
+  kQ4_K = 6,  // u4, scale and minimum f32 (products of two numbers in the file)
+  kQ6_K = 7,  // i6 kept as i8, two scales f32 a group
+  kQ5_0 = 8,  // i5 kept as i8, scale f16: packed as Q8_0
+};
+
+enum KvType : int32_t { kKvF32 = 0, kKvF16 = 1, kKvI8 = 2 };
+
+struct LinearArgs {
+  int32_t format;
+  int32_t num_threads;
+  i64 m, n, k;
+  const uint8_t* weights;  // packed panels, 64-byte aligned
+  const float* x;          // [m, k], rows ldx apart
+  i64 ldx;
+  float* y;  // [m, n], rows ldy apart
+  i64 ldy;
+  const float* bias;  // [n] or null
+};
+
+struct CacheLayout {
+  int32_t kv_type;
+  int32_t block_size;    // multiple of 16
+  int32_t num_kv_heads;
+  int32_t head_dim;      // multiple of 16
+  uint8_t* data;         // see attention.h
+};
+
+struct AttentionArgs {
+  CacheLayout cache;
+  int32_t num_heads;
+  int32_t num_threads;
+  const float* query;  // [num_tokens, num_heads, head_dim], tokens query_stride apart
+  i64 query_stride;
+  float* out;  // [num_tokens, num_heads, head_dim], tokens out_stride apart
+  i64 out_stride;
+  const int32_t* block_table;  // [num_reqs, *], rows block_table_stride apart
+  i64 block_table_stride;
+  const int32_t* seq_lens;         // [num_reqs]
+  const int32_t* query_start_loc;  // [num_reqs + 1]
+  i64 num_reqs;
+  i64 window;  // a query sees this many positions, its own included; 0: all
+  float scale;
+  float soft_cap;  // 0: none
+};
+
+struct RopeCacheArgs {
+  CacheLayout cache;
+  int32_t num_heads;
+  int32_t num_threads;
+  i64 num_tokens;
+  float* query;  // rotated in place
+  i64 query_stride;
+  float* key;  // rotated in place
+  i64 key_stride;
+  const float* value;
+  i64 value_stride;
+  const float* cos_sin;      // [positions, head_dim]: cosines, then sines; null: no rotation
+  const int64_t* positions;  // [num_tokens]
+  const int64_t* slots;      // [num_tokens]: block * block_size + offset; negative: no write
+  const float* query_norm;   // [head_dim] weight of an RMS norm before the rotation, or null
+  const float* key_norm;
+  float norm_eps;
+};
+
+// One matrix of a layer: y [*, n] = x [*, k] W^T + bias.
+struct Matrix {
+  const uint8_t* weights;
+  const float* bias;
+  i64 n, k;
+  int32_t format;
+  int32_t fast;
+};
+
+// One pre-norm decoder layer with gated SiLU: the order of ctypes.Structure LayerStruct in decoder.py.
+struct Layer {
+  Matrix qkv, output, gate_up, down;
+  const float* input_norm;
+  const float* post_norm;
+  const float* query_norm;  // or null
+  const float* key_norm;
+  uint8_t* cache;
+};
+
+// What all layers share in one step: the order of StepStruct in decoder.py.
+struct Step {
+  float* residual;  // [m, hidden]: embeddings in, the last layer's output out
+  float* normed;    // [m, hidden]: out, after the final norm
+  const float* final_norm;
+  const float* cos_sin;
+  const int64_t* positions;
+  const int64_t* slots;
+  const int32_t* block_table;
+  const int32_t* seq_lens;
+  const int32_t* query_start_loc;
+  i64 block_table_stride, num_reqs, m, hidden, window;
+  float eps, scale, soft_cap;
+  int32_t isa, num_threads, kv_type, block_size, num_heads, num_kv_heads, head_dim;
+};
+
+struct Kernels {
+  void (*linear_exact)(const LinearArgs*);
+  void (*linear_fast)(const LinearArgs*);
+  void (*attention)(const AttentionArgs*);
+  void (*rope_cache)(const RopeCacheArgs*);
+  void (*rms_norm)(const float* x, i64 ldx, float* residual, i64 ldr, const float* weight, float eps, i64 m, i64 n, float* y, i64 ldy,
+                   int num_threads);
+  void (*silu_mul)(const float* gate_up, i64 ldx, i64 m, i64 n, float* y, i64 ldy, int num_threads);
+};
+
+const Kernels& kernels_of(int32_t isa);
+extern const Kernels kPortableKernels;
+#if defined(__x86_64__)
+extern const Kernels kAvx2Kernels;
+extern const Kernels kAvx512Kernels;
+#endif
+
+// Calls body(context, begin, end) for pieces of [0, num_tasks) of at most `chunk` tasks, handed out as threads become
+// free, the caller included (parallel.cpp).
+void parallel_for(int num_threads, i64 num_tasks, i64 chunk, void (*body)(void*, i64, i64), void* context);
+
+// Memory of the calling thread, 64-byte aligned, kept between calls. `slot` names independent pieces: 0..2 for kernels, 3 for the decoder.
+void* scratch(int slot, size_t num_bytes);
+
+// Bytes of one panel of 16 rows.
+struct PanelLayout {
+  i64 quants_per_group;  // bytes; dense formats: 0
+  i64 scales_per_group;
+  i64 bytes;
+};
+PanelLayout panel_layout(int32_t format, i64 k);
+
+}  // namespace aio

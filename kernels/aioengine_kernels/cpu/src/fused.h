@@ -1,0 +1,112 @@
+// Element-wise operations of a decoder layer. Included inside namespace AIO_NAMESPACE after attention.h.
+
+// In four vectors of running sums, whatever the number of rows.
+AIO_INLINE float sum_of_squares(const float* x, i64 n) {
+  vf s[4] = {vzero(), vzero(), vzero(), vzero()};
+  i64 i = 0;
+  for (; i + 4 * kW <= n; i += 4 * kW)
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+      const vf v = vload(x + i + j * kW);
+      s[j] = vfma(v, v, s[j]);
+    }
+  for (; i + kW <= n; i += kW) {
+    const vf v = vload(x + i);
+    s[0] = vfma(v, v, s[0]);
+  }
+  float total = vsum(vadd(vadd(s[0], s[1]), vadd(s[2], s[3])));
+  for (; i < n; i++) total += x[i] * x[i];
+  return total;
+}
+
+AIO_INLINE void rms_row(const float* x, const float* weight, float eps, i64 n, float* y) {
+  const float inverse = 1.0f / __builtin_sqrtf(sum_of_squares(x, n) / (float)n + eps);
+  i64 i = 0;
+  for (; i + kW <= n; i += kW) vstore(y + i, vmul(vmul(vload(x + i), vset(inverse)), vload(weight + i)));
+  for (; i < n; i++) y[i] = x[i] * inverse * weight[i];
+}
+
+// With a residual: residual += x, y = norm(residual); else y = norm(x).
+static void rms_norm(const float* x, i64 ldx, float* residual, i64 ldr, const float* weight, float eps, i64 m, i64 n, float* y, i64 ldy,
+                     int num_threads) {
+  parallel(m * n > 32768 ? num_threads : 1, m, 4, [&](i64 begin, i64 end) {
+    for (i64 r = begin; r < end; r++) {
+      const float* from = x + r * ldx;
+      if (residual) {
+        float* sum = residual + r * ldr;
+        i64 i = 0;
+        for (; i + kW <= n; i += kW) vstore(sum + i, vadd(vload(sum + i), vload(from + i)));
+        for (; i < n; i++) sum[i] += from[i];
+        from = sum;
+      }
+      rms_row(from, weight, eps, n, y + r * ldy);
+    }
+  });
+}
+
+AIO_INLINE vf silu_vector(vf gate) { return vdiv(gate, vadd(vset(1.0f), vexp(vsub(vzero(), gate)))); }
+
+// gate_up [m, 2n] -> silu(gate) * up [m, n]
+static void silu_mul(const float* gate_up, i64 ldx, i64 m, i64 n, float* y, i64 ldy, int num_threads) {
+  parallel(m * n > 16384 ? num_threads : 1, m, 4, [&](i64 begin, i64 end) {
+    for (i64 r = begin; r < end; r++) {
+      const float *gate = gate_up + r * ldx, *up = gate + n;
+      float* out = y + r * ldy;
+      i64 i = 0;
+      for (; i + kW <= n; i += kW) vstore(out + i, vmul(silu_vector(vload(gate + i)), vload(up + i)));
+      if (i < n) {
+        alignas(64) float g[kW] = {}, u[kW] = {}, o[kW];
+        for (i64 j = i; j < n; j++) g[j - i] = gate[j], u[j - i] = up[j];
+        vstore(o, vmul(silu_vector(vload(g)), vload(u)));
+        for (i64 j = i; j < n; j++) out[j] = o[j - i];
+      }
+    }
+  });
+}
+
+// Dimension i turns with dimension i + dim / 2 ("rotate half"); the products are rounded before they are added, as in torch.
+AIO_INLINE void rotate(float* x, const float* cos_sin, int dim) {
+  const int half = dim / 2;
+  const float *cosine = cos_sin, *sine = cos_sin + half;
+  for (int i = 0; i < half; i += 8) {
+    for (int j = i; j < i + 8; j++) {  // head_dim is a multiple of 16
+      const float a = x[j], b = x[j + half];
+      const float ac = a * cosine[j], bs = b * sine[j], bc = b * cosine[j], as = a * sine[j];
+      x[j] = ac - bs;
+      x[j + half] = bc + as;
+    }
+  }
+}
+
+template <int T>
+static void rope_cache_type(const RopeCacheArgs& a) {
+  const BlockSizes sizes = block_sizes(a.cache);
+  const int dim = a.cache.head_dim, block_size = a.cache.block_size;
+  parallel(a.num_tokens * a.num_heads * dim > 16384 ? a.num_threads : 1, a.num_tokens, 2, [&](i64 begin, i64 end) {
+    for (i64 t = begin; t < end; t++) {
+      const float* cos_sin = a.cos_sin ? a.cos_sin + a.positions[t] * dim : nullptr;
+      for (i64 h = 0; h < a.num_heads; h++) {
+        float* q = a.query + t * a.query_stride + h * dim;
+        if (a.query_norm) rms_row(q, a.query_norm, a.norm_eps, dim, q);
+        if (cos_sin) rotate(q, cos_sin, dim);
+      }
+      for (i64 h = 0; h < a.cache.num_kv_heads; h++) {
+        float* k = a.key + t * a.key_stride + h * dim;
+        if (a.key_norm) rms_row(k, a.key_norm, a.norm_eps, dim, k);
+        if (cos_sin) rotate(k, cos_sin, dim);
+        if (a.slots[t] < 0) continue;
+        uint8_t* block = a.cache.data + a.slots[t] / block_size * sizes.block + h * sizes.head;
+        write_key<T>(block, k, dim, block_size, a.slots[t] % block_size);
+        write_value<T>(block + sizes.part, a.value + t * a.value_stride + h * dim, dim, block_size, a.slots[t] % block_size);
+      }
+    }
+  });
+}
+
+static void rope_cache(const RopeCacheArgs* a) {
+  switch (a->cache.kv_type) {
+    case kKvF32: return rope_cache_type<kKvF32>(*a);
+    case kKvF16: return rope_cache_type<kKvF16>(*a);
+    case kKvI8: return rope_cache_type<kKvI8>(*a);
+  }
+}

@@ -1,0 +1,19 @@
+// The kernels for one instruction set: the same source, other vectors. setup.py gives each unit its own flags.
+#include "common.h"
+#if defined(__x86_64__)
+#include <immintrin.h>
+#define AIO_ISA 512
+
+namespace aio {
+namespace {
+#include "simd.h"
+
+#include "linear.h"
+
+#include "attention.h"
+
+#include "fused.h"
+}  // namespace
+extern const Kernels kAvx512Kernels = {linear_exact, linear_fast, attention, rope_cache, rms_norm, silu_mul};
+}  // namespace aio
+#endif

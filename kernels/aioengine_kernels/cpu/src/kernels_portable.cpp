@@ -1,0 +1,18 @@
+// The kernels for one instruction set: the same source, other vectors. setup.py gives each unit its own flags.
+#include "common.h"
+
+#define AIO_ISA 0
+
+namespace aio {
+namespace {
+#include "simd.h"
+
+#include "linear.h"
+
+#include "attention.h"
+
+#include "fused.h"
+}  // namespace
+extern const Kernels kPortableKernels = {linear_exact, linear_fast, attention, rope_cache, rms_norm, silu_mul};
+}  // namespace aio
+

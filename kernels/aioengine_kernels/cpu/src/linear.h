@@ -1,0 +1,589 @@
+// y = x W^T + b on packed panels. Included inside namespace AIO_NAMESPACE after simd.h.
+//
+// Every element of y is one chain of fused multiply-adds in the order of k (exact) or of groups of 32 columns (fast),
+// whatever the tile, the chunk of k or the thread. Hence a row's bits do not depend on the other rows.
+
+// Rows of x are cut into tiles of nearly equal height, at most `height`.
+struct RowTiles {
+  i64 m, count;
+  RowTiles(i64 rows, i64 height) : m(rows), count(ceil_div(rows, height)) {}
+  i64 rows(i64 t) const { return m / count + (t < m % count); }
+  i64 first(i64 t) const { return t * (m / count) + imin(t, m % count); }
+};
+
+template <int F>
+struct Traits {
+  static constexpr bool dense = F == kF32 || F == kF16 || F == kBF16;
+  static constexpr bool nibbles = F == kQ4_0 || F == kQ4_1 || F == kQ4_K;
+  static constexpr bool minimum = F == kQ4_1 || F == kQ4_K;
+  static constexpr bool wide = F == kQ4_K || F == kQ6_K;  // float32 scales
+  static constexpr int halves = F == kQ6_K ? 2 : 1;       // scales a group
+  static constexpr int zero = nibbles ? (F == kQ4_0 ? 8 : 0) : 128;  // the quant that stands for 0
+  static constexpr i64 quant_bytes = nibbles ? 256 : 512;
+  static constexpr i64 scale_bytes = (wide ? 64 : 32) * (minimum || halves == 2 ? 2 : 1);
+};
+
+// Entry `v` (of kV vectors) of array `which` (0: scale, 1: minimum or second scale) of a group's scales.
+template <int F>
+AIO_INLINE vf load_scale(const uint8_t* scales, int which, int v) {
+  if (Traits<F>::wide) return vload((const float*)scales + which * 16 + v * kW);
+  return vload_f16((const uint16_t*)scales + which * 16 + v * kW);
+}
+
+// Asks for the same group `ahead` bytes further on, in a panel to come. A panel is two streams of a few KiB: the hardware's
+// prefetchers, which stop at every page, would spend half the time starting over. Into L2: more can be on their way there.
+template <int F>
+AIO_INLINE void prefetch_group(const uint8_t* q, const uint8_t* scales, i64 ahead) {
+#pragma GCC unroll 8
+  for (i64 byte = 0; byte < Traits<F>::quant_bytes; byte += 64) __builtin_prefetch(q + ahead + byte, 0, 2);
+#pragma GCC unroll 2
+  for (i64 byte = 0; byte < Traits<F>::scale_bytes; byte += 64) __builtin_prefetch(scales + ahead + byte, 0, 2);
+}
+
+// ---- exact -------------------------------------------------------------------------------------------------------
+
+// The float32 weights of one group, [32][16], bit for bit what dequantizing the file gives: every product of a scale
+// and a quant is exact, so fusing it with the addition changes nothing.
+template <int F>
+AIO_INLINE void dequantize_group(const uint8_t* q, const uint8_t* scales, float* out) {
+#if AIO_ISA == 512
+  const __m512 s = load_scale<F>(scales, 0, 0);
+  if (Traits<F>::nibbles) {
+    const __m512 values = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512 base = Traits<F>::minimum ? load_scale<F>(scales, 1, 0) : _mm512_mul_ps(s, _mm512_set1_ps(-8.0f));
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+      const __m512i v = _mm512_loadu_si512(q + j * 64);
+#pragma GCC unroll 4
+      for (int t = 0; t < 4; t++) {  // the permutation reads the low 4 bits of each lane: no masking
+        const __m512 lo = _mm512_permutexvar_ps(_mm512_srli_epi32(v, 8 * t), values);
+        const __m512 hi = _mm512_permutexvar_ps(_mm512_srli_epi32(v, 8 * t + 4), values);
+        _mm512_store_ps(out + (4 * j + t) * 16, _mm512_fmadd_ps(lo, s, base));
+        _mm512_store_ps(out + (16 + 4 * j + t) * 16, _mm512_fmadd_ps(hi, s, base));
+      }
+    }
+  } else {
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j++) {
+      const __m512 scale = Traits<F>::halves == 2 && j >= 4 ? load_scale<F>(scales, 1, 0) : s;
+      const __m512i v = _mm512_xor_si512(_mm512_loadu_si512(q + j * 64), _mm512_set1_epi8((char)0x80));
+#pragma GCC unroll 4
+      for (int t = 0; t < 4; t++) {
+        const __m512i i = _mm512_srai_epi32(_mm512_slli_epi32(v, 24 - 8 * t), 24);
+        _mm512_store_ps(out + (4 * j + t) * 16, _mm512_mul_ps(_mm512_cvtepi32_ps(i), scale));
+      }
+    }
+  }
+#elif AIO_ISA == 2
+#pragma GCC unroll 2
+  for (int h = 0; h < 2; h++) {
+    const __m256 s = load_scale<F>(scales, 0, h);
+    if (Traits<F>::nibbles) {
+      const __m256 base = Traits<F>::minimum ? load_scale<F>(scales, 1, h) : _mm256_mul_ps(s, _mm256_set1_ps(-8.0f));
+      const __m256i mask = _mm256_set1_epi32(15);
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; j++) {
+        const __m256i v = _mm256_loadu_si256((const __m256i*)(q + j * 64 + h * 32));
+#pragma GCC unroll 4
+        for (int t = 0; t < 4; t++) {
+          const __m256 lo = _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(v, 8 * t), mask));
+          const __m256 hi = _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(v, 8 * t + 4), mask));
+          _mm256_store_ps(out + (4 * j + t) * 16 + h * 8, _mm256_fmadd_ps(lo, s, base));
+          _mm256_store_ps(out + (16 + 4 * j + t) * 16 + h * 8, _mm256_fmadd_ps(hi, s, base));
+        }
+      }
+    } else {
+#pragma GCC unroll 8
+      for (int j = 0; j < 8; j++) {
+        const __m256 scale = Traits<F>::halves == 2 && j >= 4 ? load_scale<F>(scales, 1, h) : s;
+        const __m256i v = _mm256_xor_si256(_mm256_loadu_si256((const __m256i*)(q + j * 64 + h * 32)), _mm256_set1_epi8((char)0x80));
+#pragma GCC unroll 4
+        for (int t = 0; t < 4; t++) {
+          const __m256i i = _mm256_srai_epi32(_mm256_slli_epi32(v, 24 - 8 * t), 24);
+          _mm256_store_ps(out + (4 * j + t) * 16 + h * 8, _mm256_mul_ps(_mm256_cvtepi32_ps(i), scale));
+        }
+      }
+    }
+  }
+#else
+  for (int h = 0; h < 2; h++) {
+    const vf s = load_scale<F>(scales, 0, h);
+    const vf second = Traits<F>::minimum || Traits<F>::halves == 2 ? load_scale<F>(scales, 1, h) : vzero();
+    for (int k = 0; k < kGroup; k++) {
+      for (int r = 0; r < 8; r++) {
+        const uint8_t* byte = q + (Traits<F>::nibbles ? k % 16 : k) / 4 * 64 + (h * 8 + r) * 4 + k % 4;
+        const int value = (Traits<F>::nibbles ? (k < 16 ? *byte & 15 : *byte >> 4) : *byte) - Traits<F>::zero;
+        const float scale = Traits<F>::halves == 2 && k >= 16 ? second[r] : s[r];
+        out[k * 16 + h * 8 + r] = Traits<F>::minimum ? (float)value * scale + second[r] : (float)value * scale;
+      }
+    }
+  }
+#endif
+}
+
+// Columns k0 .. k0 + kc of a panel as float32, [kc][16].
+template <int F>
+AIO_INLINE void dequantize_panel(const uint8_t* panel, i64 k, i64 k0, i64 kc, i64 ahead, float* out) {
+  if (Traits<F>::dense) {
+    const uint16_t* from = (const uint16_t*)panel + k0 * 16;
+    for (i64 i = 0; i < kc * 16; i += kW) vstore(out + i, F == kF16 ? vload_f16(from + i) : vload_bf16(from + i));
+    return;
+  }
+  const uint8_t* scales = panel + k / kGroup * Traits<F>::quant_bytes;
+  for (i64 b = k0 / kGroup; b < (k0 + kc) / kGroup; b++, out += kGroup * 16) {
+    prefetch_group<F>(panel + b * Traits<F>::quant_bytes, scales + b * Traits<F>::scale_bytes, ahead);
+    dequantize_group<F>(panel + b * Traits<F>::quant_bytes, scales + b * Traits<F>::scale_bytes, out);
+  }
+}
+
+#if AIO_ISA == 512
+constexpr int kExactRows = 12;
+#elif AIO_ISA == 2
+constexpr int kExactRows = 6;
+#else
+constexpr int kExactRows = 4;
+#endif
+
+// y[MR][NP * 16] (+)= x[kc][MR]^T w, with panel p of the weights at w + p * panel_stride, [kc][16].
+template <int MR, int NP>
+AIO_INLINE void exact_tile(const float* x, const float* w, i64 panel_stride, i64 kc, float* y, i64 ldy, bool first) {
+  constexpr int NV = NP * kV;
+  vf c[MR][NV];
+#pragma GCC unroll 16
+  for (int m = 0; m < MR; m++)
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; v++) c[m][v] = first ? vzero() : vload(y + m * ldy + v * kW);
+  for (i64 k = 0; k < kc; k++) {
+    vf wv[NV];
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; v++) wv[v] = vload(w + v / kV * panel_stride + k * 16 + v % kV * kW);
+#pragma GCC unroll 16
+    for (int m = 0; m < MR; m++) {
+      const vf a = vset(x[k * MR + m]);
+#pragma GCC unroll 8
+      for (int v = 0; v < NV; v++) c[m][v] = vfma(a, wv[v], c[m][v]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int m = 0; m < MR; m++)
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; v++) vstore(y + m * ldy + v * kW, c[m][v]);
+}
+
+template <int NP>
+static void exact_rows(i64 rows, const float* x, const float* w, i64 panel_stride, i64 kc, float* y, i64 ldy, bool first) {
+#define AIO_CASE(MR) \
+  case MR:           \
+    if (MR <= kExactRows && MR * NP * kV <= 24) exact_tile<(MR * NP * kV <= 24 ? MR : 1), NP>(x, w, panel_stride, kc, y, ldy, first); \
+    break;
+  switch (rows) {
+    AIO_CASE(1) AIO_CASE(2) AIO_CASE(3) AIO_CASE(4) AIO_CASE(5) AIO_CASE(6)
+    AIO_CASE(7) AIO_CASE(8) AIO_CASE(9) AIO_CASE(10) AIO_CASE(11) AIO_CASE(12)
+  }
+#undef AIO_CASE
+}
+
+// x [m, k] -> tiles of [k][rows of the tile], tile t at first(t) * k.
+static void transpose_tiles(const LinearArgs& a, const RowTiles& tiles, float* out) {
+  parallel(a.m * a.k > 65536 ? a.num_threads : 1, tiles.count, 1, [&](i64 begin, i64 end) {
+    for (i64 t = begin; t < end; t++) {
+      const i64 rows = tiles.rows(t);
+      const float* from = a.x + tiles.first(t) * a.ldx;
+      float* to = out + tiles.first(t) * a.k;
+      for (i64 k0 = 0; k0 < a.k; k0 += 16)  // short runs keep both sides in L1
+        for (i64 m = 0; m < rows; m++)
+          for (i64 k = k0; k < imin(k0 + 16, a.k); k++) to[k * rows + m] = from[m * a.ldx + k];
+    }
+  });
+}
+
+AIO_INLINE void add_bias(const LinearArgs& a, i64 n0, i64 n1) {
+  if (!a.bias) return;
+  for (i64 m = 0; m < a.m; m++)
+    for (i64 n = n0; n < n1; n++) a.y[m * a.ldy + n] += a.bias[n];
+}
+
+// NP panels from `panel` on, all rows. `y` is column 16 * panel of the output, or a buffer.
+template <int F, int NP>
+static void exact_panels(const LinearArgs& a, const RowTiles& tiles, const float* x, i64 panel_bytes, i64 panel, float* y, i64 ldy) {
+  constexpr i64 KC = 256 / NP;  // 16 KiB of float32 weights: half of L1
+  alignas(64) float buffer[F == kF32 ? 16 : 256 * 16];
+  for (i64 k0 = 0; k0 < a.k; k0 += KC) {
+    const i64 kc = imin(KC, a.k - k0);
+    const float* w = buffer;
+    i64 stride = KC * 16;
+    if (F == kF32) {
+      w = (const float*)(a.weights + panel * panel_bytes) + k0 * 16;
+      stride = panel_bytes / 4;
+    } else {
+      for (int p = 0; p < NP; p++) dequantize_panel<F>(a.weights + (panel + p) * panel_bytes, a.k, k0, kc, NP * panel_bytes, buffer + p * stride);
+    }
+    for (i64 t = 0; t < tiles.count; t++) {
+      const i64 rows = tiles.rows(t), first = tiles.first(t);
+      exact_rows<NP>(rows, x + first * a.k + k0 * rows, w, stride, kc, y + first * ldy, ldy, k0 == 0);
+    }
+  }
+}
+
+template <int F, int NP>
+static void exact_task(const LinearArgs& a, const RowTiles& tiles, const float* x, i64 panel_bytes, i64 panel) {
+  if ((panel + NP) * 16 <= a.n) {
+    exact_panels<F, NP>(a, tiles, x, panel_bytes, panel, a.y + panel * 16, a.ldy);
+    add_bias(a, panel * 16, (panel + NP) * 16);
+    return;
+  }
+  for (; panel * 16 < a.n; panel++) {
+    const i64 columns = imin(16, a.n - panel * 16);
+    float* y = columns == 16 ? a.y + panel * 16 : (float*)scratch(2, a.m * 16 * sizeof(float));
+    exact_panels<F, 1>(a, tiles, x, panel_bytes, panel, y, columns == 16 ? a.ldy : 16);
+    if (columns < 16)
+      for (i64 m = 0; m < a.m; m++)
+        for (i64 n = 0; n < columns; n++) a.y[m * a.ldy + panel * 16 + n] = y[m * 16 + n];
+    add_bias(a, panel * 16, panel * 16 + columns);
+  }
+}
+
+template <int F, int NP>
+static void exact_run(const LinearArgs& a, i64 height) {
+  const RowTiles tiles(a.m, height);
+  const float* x = a.x;
+  if (a.m > 1) {
+    float* packed = (float*)scratch(0, a.m * a.k * sizeof(float));
+    transpose_tiles(a, tiles, packed);
+    x = packed;
+  }
+  const i64 panel_bytes = panel_layout(F, a.k).bytes, tasks = ceil_div(a.n, 16 * NP);
+  parallel(a.num_threads, tasks, imax(1, tasks / (8 * a.num_threads)), [&](i64 begin, i64 end) {
+    for (i64 t = begin; t < end; t++) exact_task<F, NP>(a, tiles, x, panel_bytes, t * NP);
+  });
+}
+
+// Few rows: more panels at a time, for as many independent chains as the multipliers' latency asks for.
+template <int F>
+static void exact_format(const LinearArgs& a) {
+#if AIO_ISA == 512
+  if (a.m <= 4) return exact_run<F, 4>(a, 4);
+  return exact_run<F, 2>(a, kExactRows);
+#else
+  if (a.m == 1) return exact_run<F, 4>(a, 1);
+  if (a.m <= 3) return exact_run<F, 2>(a, 3);
+  return exact_run<F, 1>(a, kExactRows);
+#endif
+}
+
+static void linear_exact(const LinearArgs* a) {
+  switch (a->format) {
+    case kF32: return exact_format<kF32>(*a);
+    case kF16: return exact_format<kF16>(*a);
+    case kBF16: return exact_format<kBF16>(*a);
+    case kQ4_0: return exact_format<kQ4_0>(*a);
+    case kQ4_1: return exact_format<kQ4_1>(*a);
+    case kQ8_0: return exact_format<kQ8_0>(*a);
+    case kQ4_K: return exact_format<kQ4_K>(*a);
+    case kQ6_K: return exact_format<kQ6_K>(*a);
+  }
+}
+
+// ---- fast --------------------------------------------------------------------------------------------------------
+
+#if AIO_ISA == 512
+constexpr int kFastRows = 12, kTilesAtATime = 1;
+#else
+constexpr int kFastRows = 4, kTilesAtATime = 3;
+#endif
+constexpr int kPanelsAtATime = 8;
+
+// A tile of rows as int8, one scale a group of 32: q [groups][8][rows][4], scale and scaled_sum [groups][rows],
+// offset [groups][halves][rows] = -zero * sum of q.
+struct QuantizedTile {
+  const int8_t* q;
+  const float* scale;
+  const float* scaled_sum;
+  const int32_t* offset;
+};
+
+// The same for all tiles: tile t starts at first(t) * (elements a row).
+struct QuantizedRows {
+  int8_t* q;
+  float* scale;
+  float* scaled_sum;
+  int32_t* offset;
+  i64 k;
+  int halves;
+  QuantizedTile tile(i64 first) const {
+    const i64 groups = k / kGroup;
+    return {q + first * k, scale + first * groups, scaled_sum + first * groups, offset + first * groups * halves};
+  }
+};
+
+// 32 floats -> 8 dwords of int8 at out, `stride` bytes apart; returns the scale, and the sums of both halves.
+AIO_INLINE float quantize_group(const float* x, int8_t* out, i64 stride, int32_t sums[2]) {
+#if AIO_ISA >= 2
+  const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+  __m256 v[4], most = _mm256_setzero_ps();
+  for (int j = 0; j < 4; j++) v[j] = _mm256_loadu_ps(x + j * 8), most = _mm256_max_ps(most, _mm256_and_ps(v[j], magnitude));
+  __m128 h = _mm_max_ps(_mm256_castps256_ps128(most), _mm256_extractf128_ps(most, 1));
+  h = _mm_max_ps(h, _mm_movehl_ps(h, h));
+  const float top = _mm_cvtss_f32(_mm_max_ss(h, _mm_movehdup_ps(h)));
+  const __m256 inverse = _mm256_set1_ps(top > 1e-30f ? 127.0f / top : 0.0f);
+  __m256i w[4];
+  for (int j = 0; j < 4; j++) w[j] = _mm256_cvtps_epi32(_mm256_mul_ps(v[j], inverse));
+  for (int half = 0; half < 2; half++) {
+    const __m256i sum = _mm256_add_epi32(w[2 * half], w[2 * half + 1]);
+    __m128i s = _mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256(sum, 1));
+    s = _mm_hadd_epi32(s, s), s = _mm_hadd_epi32(s, s);
+    sums[half] = _mm_cvtsi128_si32(s);
+  }
+  __m256i r = _mm256_packs_epi16(_mm256_packs_epi32(w[0], w[1]), _mm256_packs_epi32(w[2], w[3]));
+  r = _mm256_permutevar8x32_epi32(r, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  alignas(32) int32_t dwords[8];
+  _mm256_store_si256((__m256i*)dwords, r);
+#pragma GCC unroll 8
+  for (int j = 0; j < 8; j++) *(int32_t*)(out + j * stride) = dwords[j];
+#else
+  float top = 0.0f;
+  for (int i = 0; i < kGroup; i++) {
+    const float magnitude = __builtin_fabsf(x[i]);
+    top = magnitude > top ? magnitude : top;
+  }
+  const float inverse = top > 1e-30f ? 127.0f / top : 0.0f;
+  sums[0] = sums[1] = 0;
+  for (int i = 0; i < kGroup; i++) {
+    const int32_t q = (int32_t)((x[i] * inverse + 12582912.0f) - 12582912.0f);  // to nearest even
+    out[i / 4 * stride + i % 4] = (int8_t)q;
+    sums[i / 16] += q;
+  }
+#endif
+  return top > 1e-30f ? top / 127.0f : 0.0f;
+}
+
+template <int F>
+static void quantize_rows(const LinearArgs& a, const RowTiles& tiles, const QuantizedRows& out) {
+  constexpr int halves = Traits<F>::halves;
+  const i64 groups = a.k / kGroup;
+  parallel(a.m * a.k > 32768 ? a.num_threads : 1, a.m, 4, [&](i64 begin, i64 end) {
+    i64 t = 0;
+    for (i64 i = begin; i < end; i++) {
+      while (tiles.first(t) + tiles.rows(t) <= i) t++;
+      const i64 rows = tiles.rows(t), m = i - tiles.first(t);
+      const QuantizedTile tile = out.tile(tiles.first(t));
+      for (i64 b = 0; b < groups; b++) {
+        int32_t sums[2];
+        const float scale = quantize_group(a.x + i * a.ldx + b * kGroup, (int8_t*)tile.q + (b * 8 * rows + m) * 4, rows * 4, sums);
+        const int32_t all = sums[0] + sums[1];
+        ((float*)tile.scale)[b * rows + m] = scale;
+        ((float*)tile.scaled_sum)[b * rows + m] = scale * (float)all;
+        for (int h = 0; h < halves; h++)
+          ((int32_t*)tile.offset)[(b * halves + h) * rows + m] = -Traits<F>::zero * (halves == 2 ? sums[h] : all);
+      }
+    }
+  });
+}
+
+#if AIO_ISA == 512
+
+AIO_INLINE __m512i broadcast4(const int8_t* p) { return _mm512_set1_epi32(*(const int32_t*)p); }
+
+// f[MR] = 16 columns of y for MR rows. vpdpbusd multiplies unsigned weights with signed activations and adds four products
+// into each 32-bit lane without saturation; a lane collects the 32 products of a group, at most 32 * 255 * 127 < 2^20 * 1.1.
+template <int F, int MR>
+AIO_INLINE void fast_tile(const uint8_t* q, const uint8_t* scales, i64 groups, i64 ahead, const QuantizedTile& x, vf (*f)[kV]) {
+  constexpr int halves = Traits<F>::halves;
+  const __m512i low = _mm512_set1_epi8(15);
+  const int8_t* xq = x.q;
+#pragma GCC unroll 16
+  for (int m = 0; m < MR; m++) f[m][0] = vzero();
+  for (i64 b = 0; b < groups; b++, q += Traits<F>::quant_bytes, scales += Traits<F>::scale_bytes, xq += 32 * MR) {
+    if (ahead) prefetch_group<F>(q, scales, ahead);
+#pragma GCC unroll 2
+    for (int h = 0; h < halves; h++) {
+      __m512i c[MR];
+#pragma GCC unroll 16
+      for (int m = 0; m < MR; m++)
+        c[m] = Traits<F>::zero ? _mm512_set1_epi32(x.offset[(b * halves + h) * MR + m]) : _mm512_setzero_si512();
+#pragma GCC unroll 8
+      for (int j = h * 4; j < (Traits<F>::nibbles ? 4 : h * 4 + 8 / halves); j++) {
+        const __m512i w = _mm512_loadu_si512(q + j * 64);
+        if (Traits<F>::nibbles) {
+          const __m512i lo = _mm512_and_si512(w, low), hi = _mm512_and_si512(_mm512_srli_epi16(w, 4), low);
+#pragma GCC unroll 16
+          for (int m = 0; m < MR; m++) c[m] = _mm512_dpbusd_epi32(c[m], lo, broadcast4(xq + (j * MR + m) * 4));
+#pragma GCC unroll 16
+          for (int m = 0; m < MR; m++) c[m] = _mm512_dpbusd_epi32(c[m], hi, broadcast4(xq + ((j + 4) * MR + m) * 4));
+        } else {
+#pragma GCC unroll 16
+          for (int m = 0; m < MR; m++) c[m] = _mm512_dpbusd_epi32(c[m], w, broadcast4(xq + (j * MR + m) * 4));
+        }
+      }
+      const vf scale = load_scale<F>(scales, h, 0);
+      const vf minimum = Traits<F>::minimum ? load_scale<F>(scales, 1, 0) : vzero();
+#pragma GCC unroll 16
+      for (int m = 0; m < MR; m++) {
+        f[m][0] = vfma(_mm512_cvtepi32_ps(c[m]), vmul(scale, vset(x.scale[b * MR + m])), f[m][0]);
+        if (Traits<F>::minimum) f[m][0] = vfma(minimum, vset(x.scaled_sum[b * MR + m]), f[m][0]);
+      }
+    }
+  }
+}
+
+#elif AIO_ISA == 2
+
+AIO_INLINE __m256i broadcast4(const int8_t* p) { return _mm256_set1_epi32(*(const int32_t*)p); }
+
+// As above for 8 of the 16 columns. vpmaddubsw adds two products with 16-bit saturation. Nibbles: a lane collects 16 products
+// of a group, 16 * 15 * 127 = 30480 < 2^15, so one widening a group is enough. Bytes: the sign moves from the weight to the
+// activation, and one pair, 2 * 128 * 127 = 32512, just fits.
+template <int F, int MR>
+AIO_INLINE void fast_half(const uint8_t* q, const uint8_t* scales, i64 groups, i64 ahead, const QuantizedTile& x, int v, vf (*f)[kV]) {
+  constexpr int halves = Traits<F>::halves;
+  const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1), flip = _mm256_set1_epi8((char)0x80);
+  const int8_t* xq = x.q;
+  q += v * 32;
+  vf sum[MR];
+#pragma GCC unroll 4
+  for (int m = 0; m < MR; m++) sum[m] = vzero();
+  for (i64 b = 0; b < groups; b++, q += Traits<F>::quant_bytes, scales += Traits<F>::scale_bytes, xq += 32 * MR) {
+    if (ahead) prefetch_group<F>(q, scales, ahead);
+#pragma GCC unroll 2
+    for (int h = 0; h < halves; h++) {
+      __m256i c[MR];
+#pragma GCC unroll 4
+      for (int m = 0; m < MR; m++) c[m] = _mm256_setzero_si256();
+#pragma GCC unroll 8
+      for (int j = h * 4; j < (Traits<F>::nibbles ? 4 : h * 4 + 8 / halves); j++) {
+        const __m256i w = _mm256_loadu_si256((const __m256i*)(q + j * 64));
+        if (Traits<F>::nibbles) {
+          const __m256i lo = _mm256_and_si256(w, low), hi = _mm256_and_si256(_mm256_srli_epi16(w, 4), low);
+#pragma GCC unroll 4
+          for (int m = 0; m < MR; m++) {
+            const __m256i first = _mm256_maddubs_epi16(lo, broadcast4(xq + (j * MR + m) * 4));
+            const __m256i second = _mm256_maddubs_epi16(hi, broadcast4(xq + ((j + 4) * MR + m) * 4));
+            c[m] = _mm256_add_epi16(c[m], _mm256_add_epi16(first, second));
+          }
+        } else {
+          const __m256i value = _mm256_xor_si256(w, flip), magnitude = _mm256_abs_epi8(value);
+#pragma GCC unroll 4
+          for (int m = 0; m < MR; m++) {
+            const __m256i pairs = _mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(broadcast4(xq + (j * MR + m) * 4), value));
+            c[m] = _mm256_add_epi32(c[m], _mm256_madd_epi16(pairs, ones));
+          }
+        }
+      }
+      const vf scale = load_scale<F>(scales, h, v);
+      const vf minimum = Traits<F>::minimum ? load_scale<F>(scales, 1, v) : vzero();
+#pragma GCC unroll 4
+      for (int m = 0; m < MR; m++) {
+        __m256i total = Traits<F>::nibbles ? _mm256_madd_epi16(c[m], ones) : c[m];
+        if (Traits<F>::nibbles && Traits<F>::zero) total = _mm256_add_epi32(total, _mm256_set1_epi32(x.offset[b * MR + m]));
+        sum[m] = vfma(_mm256_cvtepi32_ps(total), vmul(scale, vset(x.scale[b * MR + m])), sum[m]);
+        if (Traits<F>::minimum) sum[m] = vfma(minimum, vset(x.scaled_sum[b * MR + m]), sum[m]);
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int m = 0; m < MR; m++) f[m][v] = sum[m];
+}
+
+template <int F, int MR>
+AIO_INLINE void fast_tile(const uint8_t* q, const uint8_t* scales, i64 groups, i64 ahead, const QuantizedTile& x, vf (*f)[kV]) {
+  fast_half<F, MR>(q, scales, groups, ahead, x, 0, f);
+  fast_half<F, MR>(q, scales, groups, 0, x, 1, f);
+}
+
+#else
+
+template <int F, int MR>
+static void fast_tile(const uint8_t* q, const uint8_t* scales, i64 groups, i64 ahead, const QuantizedTile& x, vf (*f)[kV]) {
+  constexpr int halves = Traits<F>::halves, columns = kGroup / halves;
+  for (int m = 0; m < MR; m++) f[m][0] = f[m][1] = vzero();
+  for (i64 b = 0; b < groups; b++, q += Traits<F>::quant_bytes, scales += Traits<F>::scale_bytes) {
+    if (ahead) prefetch_group<F>(q, scales, ahead);
+    for (int h = 0; h < halves; h++) {
+      int32_t c[MR][16] = {};
+      for (int k = h * columns; k < (h + 1) * columns; k++) {
+        for (int r = 0; r < 16; r++) {
+          const uint8_t byte = q[(Traits<F>::nibbles ? k % 16 : k) / 4 * 64 + r * 4 + k % 4];
+          const int32_t w = (Traits<F>::nibbles ? (k < 16 ? byte & 15 : byte >> 4) : byte) - Traits<F>::zero;
+          for (int m = 0; m < MR; m++) c[m][r] += w * x.q[((b * 8 + k / 4) * MR + m) * 4 + k % 4];
+        }
+      }
+      for (int v = 0; v < kV; v++) {
+        const vf scale = load_scale<F>(scales, h, v);
+        for (int m = 0; m < MR; m++) {
+          vf total;
+          for (int r = 0; r < kW; r++) total[r] = (float)c[m][v * kW + r];
+          f[m][v] = vfma(total, vmul(scale, vset(x.scale[b * MR + m])), f[m][v]);
+          if (Traits<F>::minimum) f[m][v] = vfma(load_scale<F>(scales, 1, v), vset(x.scaled_sum[b * MR + m]), f[m][v]);
+        }
+      }
+    }
+  }
+}
+
+#endif
+
+template <int F, int MR>
+static void fast_panel(const LinearArgs& a, const uint8_t* panel, i64 ahead, i64 n0, i64 m0, const QuantizedTile& x) {
+  const i64 groups = a.k / kGroup, columns = imin(16, a.n - n0);
+  vf f[MR][kV];
+  fast_tile<F, MR>(panel, panel + groups * Traits<F>::quant_bytes, groups, ahead, x, f);
+  float* y = a.y + m0 * a.ldy + n0;
+  if (columns == 16) {
+#pragma GCC unroll 16
+    for (int m = 0; m < MR; m++)
+#pragma GCC unroll 2
+      for (int v = 0; v < kV; v++) vstore(y + m * a.ldy + v * kW, a.bias ? vadd(f[m][v], vload(a.bias + n0 + v * kW)) : f[m][v]);
+    return;
+  }
+  for (int m = 0; m < MR; m++) {
+    alignas(64) float row[16];
+    for (int v = 0; v < kV; v++) vstore(row + v * kW, f[m][v]);
+    for (i64 n = 0; n < columns; n++) y[m * a.ldy + n] = a.bias ? row[n] + a.bias[n0 + n] : row[n];
+  }
+}
+
+template <int F>
+static void fast_rows(const LinearArgs& a, const uint8_t* panel, i64 ahead, i64 n0, i64 m0, i64 rows, const QuantizedTile& x) {
+#define AIO_CASE(MR) \
+  case MR:           \
+    if (MR <= kFastRows) fast_panel<F, (MR <= kFastRows ? MR : 1)>(a, panel, ahead, n0, m0, x); \
+    break;
+  switch (rows) {
+    AIO_CASE(1) AIO_CASE(2) AIO_CASE(3) AIO_CASE(4) AIO_CASE(5) AIO_CASE(6)
+    AIO_CASE(7) AIO_CASE(8) AIO_CASE(9) AIO_CASE(10) AIO_CASE(11) AIO_CASE(12)
+  }
+#undef AIO_CASE
+}
+
+template <int F>
+static void fast_format(const LinearArgs& a) {
+  const RowTiles tiles(a.m, kFastRows);
+  const i64 groups = a.k / kGroup, per_row = a.k + groups * (8 + 4 * Traits<F>::halves);
+  QuantizedRows x;
+  x.k = a.k, x.halves = Traits<F>::halves;
+  x.q = (int8_t*)scratch(0, a.m * per_row);
+  x.scale = (float*)(x.q + a.m * a.k);
+  x.scaled_sum = x.scale + a.m * groups;
+  x.offset = (int32_t*)(x.scaled_sum + a.m * groups);
+  quantize_rows<F>(a, tiles, x);
+  const i64 panel_bytes = panel_layout(F, a.k).bytes, panels = ceil_div(a.n, 16);
+  parallel(a.num_threads, panels, imax(1, panels / (8 * a.num_threads)), [&](i64 begin, i64 end) {
+    // A few tiles of x stay in L1 while a few panels, which stay in L2, pass by.
+    for (i64 p0 = begin; p0 < end; p0 += kPanelsAtATime)
+      for (i64 t0 = 0; t0 < tiles.count; t0 += kTilesAtATime)
+        for (i64 p = p0; p < imin(p0 + kPanelsAtATime, end); p++)
+          for (i64 t = t0; t < imin(t0 + kTilesAtATime, tiles.count); t++)
+            fast_rows<F>(a, a.weights + p * panel_bytes, t ? 0 : panel_bytes, p * 16, tiles.first(t), tiles.rows(t), x.tile(tiles.first(t)));
+  });
+}
+
+static void linear_fast(const LinearArgs* a) {
+  switch (a->format) {
+    case kQ4_0: return fast_format<kQ4_0>(*a);
+    case kQ4_1: return fast_format<kQ4_1>(*a);
+    case kQ8_0: return fast_format<kQ8_0>(*a);
+    case kQ4_K: return fast_format<kQ4_K>(*a);
+    case kQ6_K: return fast_format<kQ6_K>(*a);
+    default: return linear_exact(a);  // dense weights have no integer form
+  }
+}

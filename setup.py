@@ -1,0 +1,54 @@
+"""Builds the optional native CPU library: a plain shared library with a C ABI, loaded by ctypes.
+
+Each instruction set has a translation unit of its own with its own flags; which one runs is decided at run time, so a
+wheel works on every machine of its architecture. Where there is no compiler the build is skipped and the engine runs
+its torch path (`aioengine_kernels.cpu.status()` says why). Metadata is in pyproject.toml.
+"""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+SOURCE = Path("kernels/aioengine_kernels/cpu/src")
+# No contraction: whether a product and a sum are fused must not depend on the tile that the compiler looks at.
+COMMON_FLAGS = (
+    *("-O3", "-g0", "-std=c++17", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"),
+    *("-Wno-psabi", "-Wno-maybe-uninitialized"),
+)
+AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c")
+UNIT_FLAGS: dict[str, tuple[str, ...]] = {
+    "kernels_avx2.cpp": AVX2_FLAGS,
+    "kernels_avx512.cpp": (*AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni"),
+}
+NATIVE = Extension(
+    "aioengine_kernels.cpu._native",
+    sources=sorted(str(path) for path in SOURCE.glob("*.cpp")),
+    depends=sorted(str(path) for path in SOURCE.glob("*.h")),
+    language="c++",
+    optional=True,
+)
+
+
+class BuildNative(build_ext):
+    """Compiles each source with its own flags."""
+
+    def build_extension(self, ext: Extension) -> None:
+        threads = ["-pthread"]
+        x86 = platform.machine() in ("x86_64", "AMD64")
+        objects: list[str] = []
+        for source in ext.sources:
+            flags = [*COMMON_FLAGS, *threads, *(UNIT_FLAGS.get(Path(source).name, ()) if x86 else ())]
+            objects += self.compiler.compile([source], output_dir=self.build_temp, extra_postargs=flags, depends=ext.depends)
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self.compiler.link_shared_object(objects, str(target), extra_postargs=threads, target_lang="c++")
+
+    def get_export_symbols(self, ext: Extension) -> list[str]:
+        return []  # not a Python module: there is no PyInit function
+
+
+setup(ext_modules=[NATIVE], cmdclass={"build_ext": BuildNative})

@@ -1,0 +1,125 @@
+"""A whole decoder in one call: the bits of the single operations, and close to the same in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from aioengine_kernels.cpu import CpuKernels, DecoderShape, KvCacheFormat, LayerWeights, NativeDecoder
+from aioengine_kernels.cpu.packing import pack_dense
+
+Randn = Callable[..., torch.Tensor]
+HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, DIM, EPS = 96, 160, 6, 2, 32, 1e-5
+SHAPE = DecoderShape(HEADS, KvCacheFormat(torch.float32, 16, KV_HEADS, DIM), HIDDEN, EPS, DIM**-0.5)
+
+
+def make_layers(
+    randn: Randn, *, extras: bool, dtype: torch.dtype = torch.float32
+) -> tuple[list[LayerWeights], list[dict[str, torch.Tensor]]]:
+    qkv = (HEADS + 2 * KV_HEADS) * DIM
+    shapes = {"qkv": (qkv, HIDDEN), "output": (HIDDEN, HEADS * DIM), "gate_up": (2 * INTERMEDIATE, HIDDEN), "down": (HIDDEN, INTERMEDIATE)}
+    layers, dense = [], []
+    for _ in range(3):
+        matrices = {name: randn(*shape) * 0.1 for name, shape in shapes.items()}
+        rest: dict[str, Any] = {"input_norm": randn(HIDDEN), "post_norm": randn(HIDDEN)}
+        if extras:
+            rest |= {"query_norm": randn(DIM), "key_norm": randn(DIM)}
+            rest |= {f"{name}_bias": randn(shape[0]) for name, shape in shapes.items()}
+        packed: dict[str, Any] = {name: pack_dense(w.to(dtype)) for name, w in matrices.items()}
+        layers.append(LayerWeights(**packed, **rest))
+        dense.append(matrices | rest)
+    return layers, dense
+
+
+def single_operations(kernels: CpuKernels, layers: list[LayerWeights], caches: list[torch.Tensor], final: torch.Tensor, x: torch.Tensor,
+                      step: dict[str, torch.Tensor], cos_sin: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # fmt: skip
+    residual, f = x.clone(), SHAPE.cache_format
+    normed = kernels.rms_norm(residual, layers[0].input_norm, eps=EPS)
+    norms = [*(layer.input_norm for layer in layers[1:]), final]
+    for layer, cache, norm in zip(layers, caches, norms, strict=True):
+        qkv = kernels.linear(normed, layer.qkv, layer.qkv_bias).view(len(x), -1, DIM)
+        query, key, value = qkv.split_with_sizes((HEADS, KV_HEADS, KV_HEADS), dim=1)
+        kernels.rope_and_cache(query, key, value, kv_cache=cache, cache_format=f, slots=step["slots"], cos_sin=cos_sin, positions=positions,
+                               query_norm=layer.query_norm, key_norm=layer.key_norm, norm_eps=EPS)  # fmt: skip
+        tables: dict[str, Any] = {name: step[name] for name in ("block_table", "seq_lens", "query_start_loc")}
+        attended = kernels.attention(query, kv_cache=cache, cache_format=f, scale=SHAPE.scale, **tables)
+        out = kernels.linear(attended.view(len(x), -1), layer.output, layer.output_bias)
+        normed = kernels.rms_norm(out, layer.post_norm, eps=EPS, residual=residual)
+        gated = kernels.silu_mul(kernels.linear(normed, layer.gate_up, layer.gate_up_bias))
+        normed = kernels.rms_norm(kernels.linear(gated, layer.down, layer.down_bias), norm, eps=EPS, residual=residual)
+    return normed
+
+
+def reference(layers: list[dict[str, torch.Tensor]], final: torch.Tensor, x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    """One sequence from position 0, in float64 and without a cache."""
+    residual, n = x.double(), len(x)
+    cos, sin = cos_sin[:n, None].double().chunk(2, dim=-1)
+
+    def turn(t: torch.Tensor) -> torch.Tensor:
+        a, b = t.chunk(2, dim=-1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+    for single in layers:
+        layer = {name: w.double() for name, w in single.items()}
+        normed = F.rms_norm(residual, (HIDDEN,), layer["input_norm"], EPS)
+        qkv = F.linear(normed, layer["qkv"], layer.get("qkv_bias")).view(n, -1, DIM)
+        query, key, value = qkv.split_with_sizes((HEADS, KV_HEADS, KV_HEADS), dim=1)
+        if "query_norm" in layer:
+            query, key = F.rms_norm(query, (DIM,), layer["query_norm"], EPS), F.rms_norm(key, (DIM,), layer["key_norm"], EPS)
+        q, k, v = (t.transpose(0, 1)[None] for t in (turn(query), turn(key), value))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1).reshape(n, -1)
+        residual = residual + F.linear(attended, layer["output"], layer.get("output_bias"))
+        normed = F.rms_norm(residual, (HIDDEN,), layer["post_norm"], EPS)
+        gate, up = F.linear(normed, layer["gate_up"], layer.get("gate_up_bias")).chunk(2, dim=-1)
+        residual = residual + F.linear(F.silu(gate) * up, layer["down"], layer.get("down_bias"))
+    return F.rms_norm(residual, (HIDDEN,), final.double(), EPS)
+
+
+def make_step(first: int, last: int) -> dict[str, torch.Tensor]:
+    table = torch.tensor([[2, 0, 3]], dtype=torch.int32)
+    position = torch.arange(first, last)
+    return {
+        "slots": table[0, position // 16].long() * 16 + position % 16,
+        "block_table": table,
+        "seq_lens": torch.tensor([last], dtype=torch.int32),
+        "query_start_loc": torch.tensor([0, last - first], dtype=torch.int32),
+    }
+
+
+@pytest.mark.parametrize("extras", [False, True])
+def test_one_call_is_the_single_operations(kernels: CpuKernels, extras: bool, randn: Randn) -> None:
+    layers, dense = make_layers(randn, extras=extras)
+    final, cos_sin, x = randn(HIDDEN), randn(64, DIM), randn(40, HIDDEN)
+    results = []
+    for chunks in ([(0, 40)], [(0, 7), (7, 8), (8, 33), (33, 40)]):
+        caches = [[torch.zeros(SHAPE.cache_format.shape(4), dtype=torch.uint8) for _ in layers] for _ in range(2)]
+        decoder = NativeDecoder(kernels, SHAPE, layers, final_norm=final, cos_sin=cos_sin, kv_caches=caches[0], fast=False)
+        parts = []
+        for first, last in chunks:
+            step, positions = make_step(first, last), torch.arange(first, last)
+            got = decoder.forward(x[first:last].clone(), positions, **step)
+            want = single_operations(kernels, layers, caches[1], final, x[first:last], step, cos_sin, positions)
+            assert torch.equal(got, want)
+            parts.append(got)
+        assert all(torch.equal(a, b) for a, b in zip(*caches, strict=True))
+        results.append(torch.cat(parts))
+    assert torch.equal(results[0], results[1])
+    want = reference(dense, final, x, cos_sin)
+    assert float((results[0].double() - want).norm() / want.norm()) < 2e-5
+
+
+def test_shapes_are_checked(kernels: CpuKernels, randn: Randn) -> None:
+    layers, _ = make_layers(randn, extras=False)
+    caches = [torch.zeros(SHAPE.cache_format.shape(4), dtype=torch.uint8) for _ in layers]
+    final, cos_sin = randn(HIDDEN), randn(64, DIM)
+    with pytest.raises(ValueError, match="3 layers and 2 caches"):
+        NativeDecoder(kernels, SHAPE, layers, final_norm=final, cos_sin=cos_sin, kv_caches=caches[1:], fast=False)
+    with pytest.raises(ValueError, match=r"final_norm must be contiguous torch.float32 \[96\]"):
+        NativeDecoder(kernels, SHAPE, layers, final_norm=final[1:], cos_sin=cos_sin, kv_caches=caches, fast=False)
+    decoder = NativeDecoder(kernels, SHAPE, layers, final_norm=final, cos_sin=cos_sin, kv_caches=caches, fast=False)
+    with pytest.raises(ValueError, match="positions"):
+        decoder.forward(randn(3, HIDDEN), torch.arange(2), **make_step(0, 3))

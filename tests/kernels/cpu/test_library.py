@@ -1,0 +1,96 @@
+"""Loading, choice of the instruction set, threads."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from aioengine_kernels.cpu import ISAS, CpuKernels, load_kernels, status, supported_isas
+from aioengine_kernels.cpu.packing import pack_dense
+
+pytestmark = pytest.mark.skipif(status() is not None, reason=str(status()))
+
+
+def test_choice_of_the_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AIOENGINE_CPU_ISA", raising=False)
+    assert load_kernels().isa == supported_isas()[-1]
+    monkeypatch.setenv("AIOENGINE_CPU_ISA", "portable")
+    assert load_kernels().isa == "portable"
+    assert load_kernels(isa=supported_isas()[-1]).isa == supported_isas()[-1]
+    with pytest.raises(ValueError, match="'sse9' is not available here"):
+        load_kernels(isa="sse9")
+    assert supported_isas()[0] == ISAS[0] == "portable"
+
+
+def test_importing_the_package_loads_nothing() -> None:
+    code = "import sys, aioengine_kernels.cpu; print('torch' in sys.modules, 'ctypes' in sys.modules)"
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    result = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": path})
+    assert result.stdout.split() == ["False", "False"]
+
+
+def test_without_a_library_there_is_a_reason() -> None:
+    code = (
+        "import aioengine_kernels.cpu.library as library\n"
+        "library.EXTENSION_SUFFIXES[:] = []\n"
+        "print(library.status())\n"
+        "try:\n    library.open_library()\nexcept RuntimeError as error:\n    print(error)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": os.pathsep.join(sys.path)}
+    )
+    assert result.stdout.count("was not built") == 2
+
+
+def test_calls_from_many_threads_at_once() -> None:
+    """The pool has one user at a time; the others do their work themselves. Nobody waits, nobody gets a wrong result."""
+    kernels = CpuKernels(num_threads=3)
+    weight, x = torch.randn(320, 96), torch.randn(24, 96)
+    packed = pack_dense(weight)
+    want = kernels.linear(x, packed)
+    with ThreadPoolExecutor(4) as threads:
+        results = list(threads.map(lambda _: all(torch.equal(kernels.linear(x, packed), want) for _ in range(200)), range(4)))
+    assert all(results)
+
+
+def test_the_gil_is_released() -> None:
+    kernels = CpuKernels(num_threads=1)
+    packed, x = pack_dense(torch.randn(2048, 1024)), torch.randn(512, 1024)
+    running = threading.Event()
+
+    def work() -> None:
+        running.set()
+        for _ in range(3):
+            kernels.linear(x, packed)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    running.wait()
+    turns = 0
+    while worker.is_alive():
+        turns += 1
+        time.sleep(0)
+    assert turns > 50
+
+
+def test_the_pool_survives_a_fork() -> None:
+    code = (
+        "import os, torch\n"
+        "torch.set_num_threads(1)\n"
+        "from aioengine_kernels.cpu import CpuKernels\n"
+        "from aioengine_kernels.cpu.packing import pack_dense\n"
+        "kernels, packed, x = CpuKernels(num_threads=2), pack_dense(torch.ones(512, 64)), torch.ones(8, 64)\n"
+        "kernels.linear(x, packed)\n"
+        "child = os.fork()\n"
+        "ok = bool((kernels.linear(x, packed) == 64).all())\n"
+        "if child == 0:\n    os._exit(0 if ok else 1)\n"
+        "assert os.waitpid(child, 0)[1] == 0 and ok\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={"PYTHONPATH": os.pathsep.join(sys.path)})

@@ -1,0 +1,179 @@
+"""Matrix products on packed weights: against float64, bit for bit across batches and threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
+
+from aioengine_kernels.cpu import CpuKernels, PackedMatrix
+from aioengine_kernels.cpu.packing import FORMATS, MatrixBuilder, gather_rows, pack, pack_dense, supports_packing
+
+Randn = Callable[..., torch.Tensor]
+
+# Columns and bytes of a block, and where its float16 scales are.
+BLOCKS: dict[str, tuple[int, int, tuple[int, ...]]] = {
+    "Q4_0": (32, 18, (0,)),
+    "Q4_1": (32, 20, (0, 2)),
+    "Q5_0": (32, 22, (0,)),
+    "Q8_0": (32, 34, (0,)),
+    "Q4_K": (256, 144, (0, 2)),
+    "Q6_K": (256, 210, (208,)),
+}
+KINDS = (*BLOCKS, "F32", "F16", "BF16")
+ROW_COUNTS = (1, 2, 3, 5, 8, 16, 17, 32, 33, 64, 129, 512)
+
+
+def random_rows(kind: str, rows: int, columns: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random GGUF rows: -> stored [rows, bytes] uint8, dequantized by the gguf package [rows, columns] float32."""
+    size, num_bytes, scales = BLOCKS[kind]
+    rng = np.random.default_rng(seed)
+    blocks = rng.integers(0, 256, (rows, columns // size, num_bytes), dtype=np.uint8)
+    for offset in scales:
+        scale = (rng.uniform(0.002, 0.01, blocks.shape[:2]) * rng.choice([-1, 1], blocks.shape[:2])).astype(np.float16)
+        blocks[..., offset : offset + 2] = scale[..., None].view(np.uint8)
+    stored = blocks.reshape(rows, -1)
+    reference = dequantize(stored, GGMLQuantizationType[kind]).astype(np.float32)
+    return torch.from_numpy(stored), torch.from_numpy(reference)
+
+
+def make(kind: str, rows: int, columns: int, seed: int = 0) -> tuple[PackedMatrix, torch.Tensor]:
+    """-> packed, dequantized."""
+    if kind in BLOCKS:
+        stored, reference = random_rows(kind, rows, columns, seed)
+        return pack(kind, columns, [stored]), reference
+    dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[kind]
+    weight = (torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 0.05).to(dtype)
+    return pack_dense(weight), weight.float()
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_dequantized_bit_for_bit(kernels: CpuKernels, kind: str) -> None:
+    packed, reference = make(kind, 40, 512)
+    assert torch.equal(kernels.linear(torch.eye(512), packed).T, reference)
+    assert torch.equal(gather_rows(packed, torch.tensor([[39, 0], [17, 16]])), reference[torch.tensor([[39, 0], [17, 16]])])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "columns"), [(48, 256), (33, 768)])
+def test_close_to_float64(kernels: CpuKernels, kind: str, rows: int, columns: int, randn: Randn) -> None:
+    packed, reference = make(kind, rows, columns)
+    bias = randn(rows)
+    for m in ROW_COUNTS:
+        x = randn(m, columns)
+        want = x.double() @ reference.double().T + bias.double()
+        assert relative_error(kernels.linear(x, packed, bias), want) < 2e-6, m
+        assert relative_error(kernels.linear(x, packed, bias, fast=True), want) < (1.2e-2 if kind in BLOCKS else 2e-6), m
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(960, 576), (576, 576), (3072, 576), (576, 1536), (1000, 576)])
+def test_shapes_of_the_built_in_model(kernels: CpuKernels, rows: int, columns: int, randn: Randn) -> None:
+    if kernels.isa == "portable":
+        pytest.skip("slow, and the shape means nothing to it")
+    packed, reference = make("Q4_1", rows, columns)
+    for m in (1, 8, 40):
+        x = randn(m, columns)
+        want = x.double() @ reference.double().T
+        assert relative_error(kernels.linear(x, packed), want) < 2e-6
+        assert relative_error(kernels.linear(x, packed, fast=True), want) < 1.2e-2
+
+
+def test_a_vocabulary_of_rows(kernels: CpuKernels, randn: Randn) -> None:
+    packed, reference = make("Q8_0", 49152 if kernels.isa != "portable" else 4096, 64)
+    x = randn(3, 64)
+    want = x.double() @ reference.double().T
+    assert relative_error(kernels.linear(x, packed), want) < 2e-6
+    assert relative_error(kernels.linear(x, packed, fast=True), want) < 1.2e-2
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_does_not_depend_on_its_batch(isa: str, kind: str, fast: bool, randn: Randn) -> None:
+    packed, _ = make(kind, 150, 512)
+    bias, x = randn(150), randn(513, 512)
+    one, two = (CpuKernels(isa=isa, num_threads=n) for n in (1, 2))
+    alone = torch.cat([one.linear(x[i : i + 1], packed, bias, fast=fast) for i in range(40)])
+    for m in ROW_COUNTS:
+        for start in (0, 1, 7):
+            for kernels in (one, two):
+                got = kernels.linear(x[start : start + m], packed, bias, fast=fast)
+                rows = min(m, 40 - start)
+                assert torch.equal(got[:rows], alone[start : start + rows]), (m, start)
+    assert torch.equal(two.linear(x.flip(0), packed, bias, fast=fast).flip(0), two.linear(x, packed, bias, fast=fast))
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_parts_are_stacked_rows(kernels: CpuKernels, fast: bool, randn: Randn) -> None:
+    parts = [random_rows("Q4_1", rows, 96, seed=rows) for rows in (24, 7, 9)]
+    packed = pack("Q4_1", 96, [stored for stored, _ in parts])
+    separate = [pack("Q4_1", 96, [stored]) for stored, _ in parts]
+    x = randn(5, 96)
+    assert torch.equal(kernels.linear(x, packed, fast=fast), torch.cat([kernels.linear(x, p, fast=fast) for p in separate], dim=1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fast", [False, True])
+def test_strided_rows_and_odd_sizes(kernels: CpuKernels, kind: str, fast: bool, randn: Randn) -> None:
+    columns = 256
+    packed, reference = make(kind, 1, columns)
+    wide = randn(9, columns + 3)
+    x = wide[:, 1 : columns + 1]  # rows apart, no row aligned
+    assert torch.equal(kernels.linear(x, packed, fast=fast), kernels.linear(x.contiguous(), packed, fast=fast))
+    assert relative_error(kernels.linear(x, packed), x.double() @ reference.double().T) < 5e-6
+    assert kernels.linear(x[:0], packed, fast=fast).shape == (0, 1)
+
+
+def test_dense_columns_of_any_number(kernels: CpuKernels, randn: Randn) -> None:
+    weight, x = randn(19, 77), randn(14, 77)
+    want = x.double() @ weight.double().T
+    assert relative_error(kernels.linear(x, pack_dense(weight)), want) < 1e-6
+    assert relative_error(kernels.linear(x, pack_dense(weight.bfloat16())), want) < 1e-2
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q6_K"])
+def test_extreme_inputs_of_fast_mode(kernels: CpuKernels, kind: str) -> None:
+    """The largest sums that integer arithmetic meets: a saturating instruction used wrongly shows here."""
+    size, num_bytes, scales = BLOCKS[kind]
+    for byte in (0x00, 0x0F, 0x7F, 0x80, 0xF0, 0xFF):
+        stored = torch.full((16, 256 // size * num_bytes), byte, dtype=torch.uint8)
+        blocks = stored.view(16, -1, num_bytes)
+        for offset in scales:
+            blocks[..., offset : offset + 2] = torch.tensor([0.01], dtype=torch.float16).view(torch.uint8)
+        packed = pack(kind, 256, [stored])
+        reference = gather_rows(packed, torch.arange(16)).double()
+        for x in (torch.full((2, 256), 3.0), torch.full((2, 256), -3.0), torch.tensor([[3.0, -3.0] * 128] * 2)):
+            assert torch.allclose(kernels.linear(x, packed, fast=True).double(), x.double() @ reference.T, rtol=1e-4, atol=2e-3)
+
+
+def test_zeros_and_tiny_rows(kernels: CpuKernels) -> None:
+    packed, _ = make("Q4_1", 16, 64)
+    x = torch.zeros(3, 64)
+    x[1, 5] = 1e-38
+    assert torch.equal(kernels.linear(x, packed, fast=True), torch.zeros(3, 16))
+
+
+def test_misuse_is_refused(kernels: CpuKernels) -> None:
+    packed, _ = make("Q4_1", 16, 64)
+    with pytest.raises(ValueError, match=r"x must be float32 \[2, 64\]"):
+        kernels.linear(torch.zeros(2, 32), packed)
+    with pytest.raises(ValueError, match="float32"):
+        kernels.linear(torch.zeros(2, 64, dtype=torch.float64), packed)
+    with pytest.raises(ValueError, match="contiguous"):
+        kernels.linear(torch.zeros(64, 2).T, packed)
+    with pytest.raises(ValueError, match="not a multiple of 256"):
+        MatrixBuilder("Q4_K", 16, 64)
+    with pytest.raises(ValueError, match="do not fit"):
+        MatrixBuilder("F32", 16, 64).put(10, torch.zeros(7, 64))
+    with pytest.raises(ValueError, match="uint8"):
+        MatrixBuilder("Q4_1", 16, 64).put(0, torch.zeros(7, 64))
+    assert "no packed form of IQ2_XS" in str(supports_packing("IQ2_XS", 256))
+    assert supports_packing("Q4_1", 576) is None
+    assert len(set(FORMATS.values())) == len(FORMATS)
