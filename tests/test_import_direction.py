@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "cli": BASE | {"commands", "package"},
     "__main__": {"cli"},
     "tui": BASE | {"core", "events"},
-    "bench": BASE | {"core", "events", "kernels", "attention", "models", "worker", "executor", "engine", "testing", "package"},
+    "bench": MODEL_SIDE | {"models", "worker", "executor", "executor.base", "engine", "events", "testing", "package"},
 }
 
 FORBIDDEN_LIBRARIES: dict[str, set[str]] = {

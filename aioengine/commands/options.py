@@ -24,6 +24,9 @@ _ENGINE_HELP = {
     "model": _MODEL_HELP,
     "tokenizer": "folder or repository to take the tokenizer from (default: the model's own)",
     "dtype": "of weights and activations (default: auto, float32 on CPU, the checkpoint's own on CUDA)",
+    "weights": "how the CPU multiplies: exact on the packed weights; fast, with 8-bit activations; dense, the float32 "
+    "reference (default: auto, exact unless --dtype is given or the machine cannot)",
+    "kv_cache_dtype": "of the stored keys and values (default: auto, the dtype; float16 with --weights fast)",
     "device": "where the model runs (default: auto, CUDA if there is one)",
     "max_model_len": "longest prompt and output together, in tokens (default: the model's limit)",
     "max_num_seqs": "requests that run at once",

@@ -1,0 +1,90 @@
+"""The way to the engine under test: one call a request, chunks back. The load generator knows nothing else of it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from aioengine.engine.async_engine import AsyncEngine
+from aioengine.sampling_params import SamplingParams
+from aioengine_bench.datasets import BenchRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Content that arrived together. `num_tokens` may be 0 when only text came (what was held back at the end)."""
+
+    num_tokens: int
+    text: str = ""
+    num_cached_tokens: int = 0
+
+
+class RequestAborted(Exception):
+    """The engine ended the request before its answer was complete."""
+
+
+class RequestFailed(Exception):
+    """The engine could not answer; the message says why."""
+
+
+class Client(Protocol):
+    def send(self, request: BenchRequest, *, request_id: str) -> AsyncIterator[Chunk]:
+        """Ask, and yield the answer as it comes. Raises RequestAborted, RequestFailed, or whatever the transport raises."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSpec:
+    """How every request of a run samples; greedy by default, so that runs can be compared."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+
+    def params_for(self, request: BenchRequest) -> SamplingParams:
+        """Raises InvalidRequestError for values that cannot be."""
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            seed=self.seed,
+            max_tokens=request.max_tokens,
+            ignore_eos=request.ignore_eos,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineClient:
+    """Streams from an `AsyncEngine` in this process.
+
+    final_only: one chunk with everything at the end, which costs the engine no intermediate outputs.
+    """
+
+    engine: AsyncEngine
+    sampling: SamplingSpec = field(default_factory=SamplingSpec)
+    final_only: bool = False
+
+    async def send(self, request: BenchRequest, *, request_id: str) -> AsyncIterator[Chunk]:
+        params = self.sampling.params_for(request)
+        if self.final_only:
+            (output,) = await self.engine.generate_batch([request.prompt_token_ids], params, progress=False)
+            yield Chunk(len(output.token_ids), output.text, output.num_cached_tokens)
+            _check(output.finish_reason, output.outputs[0].stop_reason)
+            return
+        num_tokens = 0
+        async for output in self.engine.generate(request.prompt_token_ids, params, request_id=request_id):
+            num_new = len(output.token_ids) - num_tokens
+            num_tokens += num_new
+            if num_new or output.text_delta:
+                yield Chunk(num_new, output.text_delta, output.num_cached_tokens)
+            _check(output.finish_reason, output.outputs[0].stop_reason)
+
+
+def _check(finish_reason: str | None, stop_reason: int | str | None) -> None:
+    if finish_reason == "abort":
+        raise RequestAborted("aborted by the engine")
+    if finish_reason == "error":
+        raise RequestFailed(str(stop_reason))

@@ -1,0 +1,97 @@
+"""What a person reads: aligned blocks and tables in plain text, and a progress bar where there is a terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+_WIDTH = 56
+_METRIC_TITLES = {
+    "ttft": "Time to First Token",
+    "tpot": "Time per Output Token (excl. 1st token)",
+    "itl": "Inter-token Latency",
+    "e2el": "End-to-end Latency",
+}
+
+
+def progress_bar(total: int, *, description: str, unit: str = "request", disable: bool = False) -> tqdm[Any]:
+    """On stderr, and silent where that is no terminal."""
+    return tqdm(total=total, desc=description, unit=unit, disable=True if disable else None, file=sys.stderr)
+
+
+def output_stream(*, stdout_is_taken: bool) -> TextIO:
+    """Where text for people goes: stdout, unless a JSON result goes there."""
+    return sys.stderr if stdout_is_taken else sys.stdout
+
+
+def number(value: float | int | None, digits: int = 2) -> str:
+    """ "-" for what is undefined: no figure is better than a wrong one."""
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.{digits}f}"
+
+
+def heading(title: str, *, fill: str = "=") -> str:
+    return f" {title} ".center(_WIDTH, fill)
+
+
+def line(title: str, value: Any, digits: int = 2) -> str:
+    text = value if isinstance(value, str) else number(value, digits)
+    return f"{title + ':':<40} {text:>15}"
+
+
+def serving_block(result: Mapping[str, Any], metrics: Sequence[str], percentile_names: Sequence[str]) -> str:
+    """The block that `vllm bench serve` prints, and below it what only this engine says."""
+    lines = [heading("Serving Benchmark Result")]
+    lines += [
+        line("Successful requests", result["completed"]),
+        line("Failed requests", result["failed"]),
+        line("Aborted requests", result["aborted"]),
+    ]
+    if result.get("max_concurrency") is not None:
+        lines.append(line("Maximum request concurrency", result["max_concurrency"]))
+    if result.get("request_rate") not in (None, "inf"):
+        lines.append(line("Request rate configured (RPS)", result["request_rate"]))
+    lines += [
+        line("Benchmark duration (s)", result["duration"]),
+        line("Total input tokens", result["total_input_tokens"]),
+        line("Total generated tokens", result["total_output_tokens"]),
+        line("Request throughput (req/s)", result["request_throughput"]),
+    ]
+    if result["request_goodput"] is not None:
+        lines.append(line("Request goodput (req/s)", result["request_goodput"]))
+    lines += [
+        line("Output token throughput (tok/s)", result["output_throughput"]),
+        line("Peak output token throughput (tok/s)", result["max_output_tokens_per_s"]),
+        line("Peak concurrent requests", result["max_concurrent_requests"]),
+        line("Total token throughput (tok/s)", result["total_token_throughput"]),
+    ]
+    for metric in metrics:
+        lines.append(heading(_METRIC_TITLES[metric], fill="-"))
+        lines += [
+            line(f"{name.capitalize()} {metric.upper()} (ms)", result[f"{name}_{metric}_ms"])
+            for name in ("mean", "median", *percentile_names)
+        ]
+    lines.append("=" * _WIDTH)
+    return "\n".join(lines)
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The first column to the left, the others to the right."""
+    widths = [max(len(row[index]) for row in [columns, *rows]) for index in range(len(columns))]
+
+    def format_row(row: Sequence[str]) -> str:
+        cells = [
+            cell.ljust(width) if index == 0 else cell.rjust(width) for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        return "  ".join(cells).rstrip()
+
+    return "\n".join([format_row(columns), format_row(["-" * width for width in widths]), *map(format_row, rows)])
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    separator = ["---", *["---:"] * (len(columns) - 1)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [columns, separator, *rows])

@@ -1,0 +1,272 @@
+"""What is asked of the engine: the datasets, each a function from a tokenizer and a seed to a list of requests.
+
+Every prompt is handed over as token ids, so that a length is what it says. Where a prompt is made up it also is what its
+own text tokenizes to, so that a server that takes text sees the same length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+from random import Random
+from typing import Any, Literal
+
+import orjson
+
+from aioengine.engine.detokenizer import TextTokenizer
+from aioengine.errors import ConfigError
+from aioengine_bench.random_prompts import RandomPrompts
+from aioengine_bench.workloads import load_workload, workload_names
+
+DatasetName = Literal["random", "sharegpt", "text", "prefix_repetition", "burst", "timed_trace", "custom"]
+DATASET_NAMES: tuple[DatasetName, ...] = ("random", "sharegpt", "text", "prefix_repetition", "burst", "timed_trace", "custom")
+
+# Of ShareGPT conversations, those that make sensible requests; the limits are the ones that other tools use.
+_MIN_TOKENS = 4
+_MAX_PROMPT_TOKENS = 1024
+_MAX_TOTAL_TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRequest:
+    prompt_token_ids: list[int]
+    max_tokens: int
+    ignore_eos: bool = True  # False: it may end earlier
+    arrival_time: float | None = None  # seconds after the start, where the dataset is a trace
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.prompt_token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetSpec:
+    """Which requests, and how many. Fields that a dataset does not use are ignored.
+
+    input_len, output_len: tokens; None takes the dataset's own. range_ratio: random lengths are drawn from
+    len * (1 - ratio) to len * (1 + ratio). prefix_len: tokens that all prompts begin with, on top of input_len.
+    """
+
+    name: DatasetName = "random"
+    workload: str | None = None  # a fixed workload in place of a dataset
+    path: str | None = None
+    num_prompts: int = 1000
+    seed: int = 0
+    input_len: int | None = None
+    output_len: int | None = None
+    range_ratio: float = 0.0
+    prefix_len: int = 0
+    num_prefixes: int = 10
+    burst_size: int = 16
+    burst_interval: float = 4.0
+    ignore_eos: bool | None = None  # None: where lengths are made up, yes
+
+    def __post_init__(self) -> None:
+        for field, least in (("num_prompts", 1), ("prefix_len", 0), ("num_prefixes", 1), ("burst_size", 1)):
+            if getattr(self, field) < least:
+                raise ConfigError(f"{field} must be at least {least}, got {getattr(self, field)}")
+        for field in ("input_len", "output_len"):
+            value = getattr(self, field)
+            if value is not None and value < 1:
+                raise ConfigError(f"{field} must be at least 1, got {value}")
+        if not 0 <= self.range_ratio < 1:
+            raise ConfigError(f"range_ratio must be in [0, 1), got {self.range_ratio}")
+        if not (math.isfinite(self.burst_interval) and self.burst_interval > 0):
+            raise ConfigError(f"burst_interval must be above 0 seconds, got {self.burst_interval}")
+        if self.workload is None and self.path is None and self.name in ("sharegpt", "timed_trace", "custom"):
+            raise ConfigError(f"the dataset {self.name!r} needs a file: --dataset-path")
+        if self.workload is not None and self.workload not in workload_names():
+            raise ConfigError(f"there is no workload {self.workload!r}, only {', '.join(workload_names())}")
+
+    @property
+    def label(self) -> str:
+        return self.workload or self.name
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What requests are made from."""
+
+    tokenizer: TextTokenizer
+    vocab_size: int
+    random: Random
+
+    def prompts(self) -> RandomPrompts:
+        return RandomPrompts(self.tokenizer, vocab_size=self.vocab_size, random=self.random)
+
+
+def load_dataset(spec: DatasetSpec, tokenizer: TextTokenizer, *, vocab_size: int) -> list[BenchRequest]:
+    """The requests, the same for the same arguments. Raises ConfigError naming file and line of what is wrong."""
+    if spec.workload is not None:
+        requests = [BenchRequest(request.prompt_token_ids, request.max_tokens) for request in load_workload(spec.workload).requests]
+    else:
+        requests = _LOADERS[spec.name](spec, _Source(tokenizer, vocab_size, Random(spec.seed)))
+    if spec.ignore_eos is not None:
+        requests = [replace(request, ignore_eos=spec.ignore_eos) for request in requests]
+    return requests
+
+
+# ---------------------------------------------------------------------------------------------------- made up
+def _random(spec: DatasetSpec, source: _Source) -> list[BenchRequest]:
+    prompts = source.prompts()
+    prefix = prompts.make(spec.prefix_len) if spec.prefix_len else []
+    requests = []
+    for _ in range(spec.num_prompts):
+        input_len = _vary(spec.input_len or 1024, spec.range_ratio, source.random)
+        output_len = _vary(spec.output_len or 128, spec.range_ratio, source.random)
+        requests.append(BenchRequest(prompts.extend(prefix, input_len), output_len))
+    return requests
+
+
+def _vary(length: int, ratio: float, random: Random) -> int:
+    return max(1, random.randint(math.floor(length * (1 - ratio)), math.ceil(length * (1 + ratio))))
+
+
+def _prefix_repetition(spec: DatasetSpec, source: _Source) -> list[BenchRequest]:
+    prompts = source.prompts()
+    prefixes = [prompts.make(spec.prefix_len or 256) for _ in range(spec.num_prefixes)]
+    requests = [
+        BenchRequest(prompts.extend(prefixes[index % spec.num_prefixes], spec.input_len or 256), spec.output_len or 128)
+        for index in range(spec.num_prompts)
+    ]
+    source.random.shuffle(requests)
+    return requests
+
+
+def _burst(spec: DatasetSpec, source: _Source) -> list[BenchRequest]:
+    """Nothing, then `burst_size` requests at once, every `burst_interval` seconds."""
+    return [
+        replace(request, arrival_time=(index // spec.burst_size) * spec.burst_interval)
+        for index, request in enumerate(_random(replace(spec, input_len=spec.input_len or 256), source))
+    ]
+
+
+def _text(spec: DatasetSpec, source: _Source) -> list[BenchRequest]:
+    """Sentences of the bundled text in random order, as many as fit, cut to the length; the first `prefix_len` are shared."""
+    sentences: list[str] = orjson.loads(files("aioengine_bench").joinpath("text.json").read_bytes())
+    pieces = [source.tokenizer.encode(" " + sentence, add_special_tokens=False) for sentence in sentences]
+    prefix = _fill(pieces, spec.prefix_len, source.random)
+    return [
+        BenchRequest(prefix + _fill(pieces, spec.input_len or 256, source.random), spec.output_len or 128, ignore_eos=True)
+        for _ in range(spec.num_prompts)
+    ]
+
+
+def _fill(pieces: Sequence[list[int]], length: int, random: Random) -> list[int]:
+    token_ids: list[int] = []
+    while len(token_ids) < length:
+        token_ids += random.choice(pieces)
+    return token_ids[:length]
+
+
+# ---------------------------------------------------------------------------------------------------- from files
+def _sharegpt(spec: DatasetSpec, source: _Source) -> list[BenchRequest]:
+    """The first question of each conversation; the length of the answer is that of the recorded one."""
+    assert spec.path is not None
+    conversations = _read_json(spec.path)
+    if not isinstance(conversations, list):
+        raise ConfigError(f"{spec.path} is not a JSON list of conversations")
+    turns = [entry.get("conversations", []) for entry in conversations if isinstance(entry, dict)]
+    pairs = [(turn[0]["value"], turn[1]["value"]) for turn in turns if len(turn) >= 2]
+    source.random.shuffle(pairs)
+    requests: list[BenchRequest] = []
+    for question, answer in pairs:
+        if len(requests) == spec.num_prompts:
+            break
+        prompt = source.tokenizer.encode(question)
+        output_len = spec.output_len or len(source.tokenizer.encode(answer, add_special_tokens=False))
+        fits = _MIN_TOKENS <= len(prompt) <= _MAX_PROMPT_TOKENS and len(prompt) + output_len <= _MAX_TOTAL_TOKENS
+        if fits and output_len >= _MIN_TOKENS:
+            requests.append(BenchRequest(prompt, output_len, ignore_eos=False))
+    return _repeat(requests, spec)
+
+
+def _custom(spec: DatasetSpec, source: _Source) -> list[BenchRequest]:
+    """JSON lines with `prompt` (text or token ids) or `messages`, and optionally `output_tokens`."""
+    requests = []
+    for number, line in _lines(spec):
+        prompt, messages = line.get("prompt"), line.get("messages")
+        if isinstance(prompt, str) and prompt:
+            token_ids = source.tokenizer.encode(prompt)
+        elif isinstance(prompt, list) and prompt and all(isinstance(token_id, int) for token_id in prompt):
+            token_ids = prompt
+        elif isinstance(messages, list) and messages:
+            token_ids = source.tokenizer.encode(source.tokenizer.apply_chat_template(messages), add_special_tokens=False)
+        else:
+            raise ConfigError(f"{spec.path}, line {number}: needs a `prompt` (text or token ids) or `messages`")
+        requests.append(BenchRequest(token_ids, spec.output_len or _whole(spec, number, line, "output_tokens", 256), ignore_eos=False))
+    return _repeat(requests, spec)
+
+
+def _timed_trace(spec: DatasetSpec, source: _Source) -> list[BenchRequest]:
+    """JSON lines with `timestamp` (milliseconds), `input_length` and `output_length`: lengths and times of real traffic."""
+    prompts = source.prompts()
+    requests: list[BenchRequest] = []
+    start: float | None = None
+    for number, line in _lines(spec):
+        timestamp = line.get("timestamp")
+        if not isinstance(timestamp, (int, float)):
+            raise ConfigError(f"{spec.path}, line {number}: needs a `timestamp` in milliseconds")
+        start = float(timestamp) if start is None else start
+        if timestamp < start:
+            raise ConfigError(f"{spec.path}, line {number}: timestamps must not decrease")
+        prompt = prompts.make(_whole(spec, number, line, "input_length", None))
+        output_len = _whole(spec, number, line, "output_length", None)
+        requests.append(BenchRequest(prompt, output_len, arrival_time=(timestamp - start) / 1000))
+    return requests[: spec.num_prompts]
+
+
+def _whole(spec: DatasetSpec, number: int, line: Mapping[str, Any], key: str, default: int | None) -> int:
+    value = line.get(key, default)
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{spec.path}, line {number}: `{key}` must be a whole number above 0, got {value!r}")
+    return value
+
+
+def _repeat(requests: Sequence[BenchRequest], spec: DatasetSpec) -> list[BenchRequest]:
+    """As many as were asked for: a small file is gone through again."""
+    if not requests:
+        raise ConfigError(f"{spec.path} has no usable request")
+    return [requests[index % len(requests)] for index in range(spec.num_prompts)]
+
+
+def _lines(spec: DatasetSpec) -> Iterator[tuple[int, dict[str, Any]]]:
+    assert spec.path is not None
+    for number, line in enumerate(_read_bytes(spec.path).splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            value = orjson.loads(line)
+        except orjson.JSONDecodeError as exc:
+            raise ConfigError(f"{spec.path}, line {number}: {exc}") from exc
+        if not isinstance(value, dict):
+            raise ConfigError(f"{spec.path}, line {number}: is not a JSON object")
+        yield number, value
+
+
+def _read_json(path: str) -> Any:
+    try:
+        return orjson.loads(_read_bytes(path))
+    except orjson.JSONDecodeError as exc:
+        raise ConfigError(f"{path}: {exc}") from exc
+
+
+def _read_bytes(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as exc:
+        raise ConfigError(f"cannot read {path}: {exc.strerror}") from exc
+
+
+_LOADERS: dict[DatasetName, Callable[[DatasetSpec, _Source], list[BenchRequest]]] = {
+    "random": _random,
+    "sharegpt": _sharegpt,
+    "text": _text,
+    "prefix_repetition": _prefix_repetition,
+    "burst": _burst,
+    "timed_trace": _timed_trace,
+    "custom": _custom,
+}

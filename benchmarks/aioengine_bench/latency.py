@@ -1,0 +1,115 @@
+"""`aioengine bench latency`: one fixed batch, again and again, and how long each takes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from aioengine.config import EngineConfig
+from aioengine.engine.async_engine import AsyncEngine
+from aioengine.engine.publishing import PublishOptions
+from aioengine.errors import ConfigError
+from aioengine_bench import console
+from aioengine_bench.client import SamplingSpec
+from aioengine_bench.datasets import BenchRequest
+from aioengine_bench.host import Host
+from aioengine_bench.metrics import mean, percentile, standard_deviation
+from aioengine_bench.random_prompts import RandomPrompts
+from aioengine_bench.results import SaveOptions, environment, file_name, save_result, timestamp, with_metadata
+from aioengine_bench.serve import engine_settings
+
+PERCENTILES = (10, 25, 50, 75, 90, 99)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatencySettings:
+    config: EngineConfig
+    sampling: SamplingSpec = field(default_factory=SamplingSpec)
+    save: SaveOptions = field(default_factory=SaveOptions)
+    input_len: int = 32
+    output_len: int = 128
+    batch_size: int = 8
+    num_iters_warmup: int = 10
+    num_iters: int = 30
+    seed: int = 0
+    publish: PublishOptions = field(default_factory=PublishOptions)
+    disable_progress: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("input_len", 1), ("output_len", 1), ("batch_size", 1), ("num_iters_warmup", 0), ("num_iters", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
+
+
+def latency_figures(latencies: list[float]) -> dict[str, Any]:
+    """Seconds, under vLLM's keys."""
+    return {
+        "avg_latency": mean(latencies),
+        "std_latency": standard_deviation(latencies),
+        "latencies": latencies,
+        "percentiles": {str(percent): percentile(latencies, percent) for percent in PERCENTILES},
+    }
+
+
+async def latency(settings: LatencySettings, host: Host) -> bool:
+    """Run, print, save. True if it was interrupted: the result, saved all the same, is partial."""
+    date = timestamp()
+    async with host.started_engine(settings.config, settings.publish) as engine:
+        prompts = RandomPrompts(engine.tokenizer, vocab_size=engine.model_info.vocab_size, random=Random(settings.seed))
+        batch = [BenchRequest(prompts.make(settings.input_len), settings.output_len) for _ in range(settings.batch_size)]
+        latencies: list[float] = []
+        interrupted = False
+        total = settings.num_iters_warmup + settings.num_iters
+        with console.progress_bar(total, description="latency", unit="batch", disable=settings.disable_progress) as bar:
+            try:
+                for number in range(total):
+                    seconds = await _time_batch(engine, batch, settings.sampling)
+                    if number >= settings.num_iters_warmup:
+                        latencies.append(seconds)
+                    bar.update()
+            except asyncio.CancelledError:
+                interrupted = True
+        result: dict[str, Any] = {
+            **latency_figures(latencies),
+            "date": date,
+            "benchmark": "latency",
+            "model_id": settings.config.model,
+            "input_len": settings.input_len,
+            "output_len": settings.output_len,
+            "batch_size": settings.batch_size,
+            "interrupted": interrupted,
+            "engine": engine_settings(engine),
+            "environment": environment(),
+        }
+    _report(settings, result)
+    return interrupted
+
+
+async def _time_batch(engine: AsyncEngine, batch: list[BenchRequest], sampling: SamplingSpec) -> float:
+    engine.reset_prefix_cache()  # the same prompts come again, and shall be computed again
+    params = [sampling.params_for(request) for request in batch]
+    start = time.perf_counter()
+    await engine.generate_batch([request.prompt_token_ids for request in batch], params, progress=False)
+    return time.perf_counter() - start
+
+
+def _report(settings: LatencySettings, result: dict[str, Any]) -> None:
+    out = console.output_stream(stdout_is_taken=settings.save.claims_stdout)
+    lines = [
+        console.heading("Latency Benchmark Result"),
+        console.line("Batches measured", len(result["latencies"])),
+        console.line("Mean latency (s)", result["avg_latency"], 4),
+        console.line("Standard deviation (s)", result["std_latency"], 4),
+        *[console.line(f"P{percent} latency (s)", value, 4) for percent, value in result["percentiles"].items()],
+    ]
+    if result["interrupted"]:
+        lines.append(f"Interrupted after {len(result['latencies'])} of {settings.num_iters} batches.")
+    lines.append("=" * len(lines[0]))
+    print("\n".join(lines), file=out)
+    name = file_name([settings.save.label or "latency", settings.config.model.rstrip("/").rsplit("/", 1)[-1]], result["date"])
+    path = save_result(with_metadata(result, settings.save.metadata), settings.save, default_name=name)
+    if path is not None:
+        print(f"Saved to {path}", file=out)

@@ -1,0 +1,211 @@
+"""`aioengine bench serve`: online load on one engine, by rate, ramp or concurrency."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from aioengine.config import EngineConfig
+from aioengine.engine.async_engine import AsyncEngine
+from aioengine.engine.publishing import PublishOptions
+from aioengine.errors import ConfigError
+from aioengine_bench import console
+from aioengine_bench.arrivals import ArrivalProcess
+from aioengine_bench.client import Client, EngineClient, SamplingSpec
+from aioengine_bench.datasets import BenchRequest, DatasetSpec, load_dataset
+from aioengine_bench.host import Host
+from aioengine_bench.load import LoadGenerator, LoadResult
+from aioengine_bench.metrics import METRICS, SLO_METRICS, details, percentile_name, summarize
+from aioengine_bench.results import SaveOptions, environment, file_name, save_result, timestamp, with_metadata
+
+BACKEND = "aioengine"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeSettings:
+    """slo_ms: limits in milliseconds by metric name, for goodput. num_warmups: requests sent before, not counted."""
+
+    config: EngineConfig
+    dataset: DatasetSpec
+    arrivals: ArrivalProcess = field(default_factory=ArrivalProcess)
+    sampling: SamplingSpec = field(default_factory=SamplingSpec)
+    save: SaveOptions = field(default_factory=SaveOptions)
+    max_concurrency: int | None = None
+    num_warmups: int = 1
+    metrics: Sequence[str] = METRICS
+    percentiles: Sequence[float] = (99,)
+    slo_ms: Mapping[str, float] = field(default_factory=dict)
+    publish: PublishOptions = field(default_factory=PublishOptions)
+    disable_progress: bool = False
+    request_id_prefix: str = "bench-"
+
+    def __post_init__(self) -> None:
+        if self.max_concurrency is not None and self.max_concurrency < 1:
+            raise ConfigError(f"max_concurrency must be at least 1, got {self.max_concurrency}")
+        if self.num_warmups < 0:
+            raise ConfigError(f"num_warmups must be at least 0, got {self.num_warmups}")
+
+
+def parse_goodput(items: Sequence[str]) -> dict[str, float]:
+    """["ttft:200", "tpot:50"] -> limits in milliseconds. Raises ConfigError."""
+    slo_ms: dict[str, float] = {}
+    for item in items:
+        name, separator, text = item.partition(":")
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not separator or name not in SLO_METRICS:
+            raise ConfigError(f"goodput takes NAME:MILLISECONDS with one of {', '.join(SLO_METRICS)}, got {item!r}")
+        if not (math.isfinite(value) and value >= 0):
+            raise ConfigError(f"the limit of goodput's {name} must be a finite number >= 0, got {text!r}")
+        slo_ms[name] = value
+    return slo_ms
+
+
+def parse_list(text: str, *, allowed: Sequence[str]) -> list[str]:
+    """ "ttft,itl" -> names. Raises ConfigError."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in allowed:
+            raise ConfigError(f"unknown metric {name!r}; there are {', '.join(allowed)}")
+    return names
+
+
+def parse_percentiles(text: str) -> list[float]:
+    """ "50,99,99.9" -> numbers. Raises ConfigError."""
+    try:
+        values = [float(item) for item in text.split(",") if item.strip()]
+    except ValueError as exc:
+        raise ConfigError(f"percentiles must be numbers, got {text!r}") from exc
+    for value in values:
+        if not 0 <= value <= 100:
+            raise ConfigError(f"a percentile is between 0 and 100, got {value}")
+    return values
+
+
+def due_times(settings: ServeSettings, requests: Sequence[BenchRequest]) -> list[float]:
+    """When each request is due. A trace has its own times, which a rate would contradict. Raises ConfigError."""
+    recorded = [request.arrival_time for request in requests if request.arrival_time is not None]
+    if not recorded:
+        return settings.arrivals.times(len(requests), Random(settings.dataset.seed))
+    if settings.arrivals != ArrivalProcess():
+        raise ConfigError(f"the dataset {settings.dataset.label!r} brings its own arrival times: leave out the rate")
+    return recorded
+
+
+async def warm_up(client: Client, requests: Sequence[BenchRequest], num_warmups: int) -> None:
+    """Send other prompts of the same lengths first, so that the measured ones find nothing of theirs in the prefix cache.
+
+    Raises whatever fails here: a run whose very first request fails says nothing.
+    """
+    for index in range(num_warmups):
+        request = requests[index % len(requests)]
+        reversed_prompt = BenchRequest(request.prompt_token_ids[::-1], min(request.max_tokens, 16))
+        async for _ in client.send(reversed_prompt, request_id=f"warm-up-{index}"):
+            pass
+
+
+async def run_load(settings: ServeSettings, client: Client, requests: Sequence[BenchRequest]) -> LoadResult:
+    """One measured run."""
+    with console.progress_bar(len(requests), description="serving", disable=settings.disable_progress) as bar:
+        generator = LoadGenerator(
+            client,
+            max_concurrency=settings.max_concurrency,
+            on_done=lambda record: bar.update(),
+            request_id_prefix=settings.request_id_prefix,
+        )
+        return await generator.run(requests, due_times(settings, requests))
+
+
+def make_result(
+    settings: ServeSettings, load: LoadResult, *, model_id: str, date: str, rps_changes: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """The run under vLLM's keys, in vLLM's order; what only this tool has comes after."""
+    ramp = settings.arrivals.ramp_up
+    rate = settings.arrivals.request_rate
+    summary = summarize(
+        load.records, duration=load.duration, percentiles=settings.percentiles, metrics=settings.metrics, slo_ms=settings.slo_ms
+    )
+    result: dict[str, Any] = {
+        "date": date,
+        "endpoint_type": BACKEND,
+        "backend": BACKEND,
+        "label": settings.save.label,
+        "model_id": model_id,
+        "tokenizer_id": settings.config.tokenizer or model_id,
+        "num_prompts": settings.dataset.num_prompts,
+        "request_rate": "inf" if math.isinf(rate) else rate,
+        "burstiness": "inf" if math.isinf(settings.arrivals.burstiness) else settings.arrivals.burstiness,
+        "max_concurrency": settings.max_concurrency,
+        "ramp_up_strategy": ramp.strategy if ramp else None,
+        "ramp_up_start_rps": ramp.start_rps if ramp else None,
+        "ramp_up_end_rps": ramp.end_rps if ramp else None,
+        **summary,
+        "rps_change_events": rps_changes,
+        "benchmark": "serve",
+        "dataset_name": settings.dataset.label,
+        "interrupted": load.interrupted,
+        "goodput_slo_ms": dict(settings.slo_ms),
+    }
+    if settings.save.detailed:
+        result.update(details(load.records))
+    return result
+
+
+def engine_settings(engine: AsyncEngine) -> dict[str, Any]:
+    """What of the engine's settings a figure depends on."""
+    resolved = engine.resolved_config
+    stats = engine.stats()
+    return {
+        **dataclasses.asdict(resolved.worker),
+        "max_num_seqs": resolved.scheduler.max_num_seqs,
+        "max_num_batched_tokens": resolved.scheduler.max_num_batched_tokens,
+        "max_model_len": resolved.scheduler.max_model_len,
+        "async_scheduling": resolved.scheduler.async_scheduling,
+        "enable_prefix_caching": resolved.cache.enable_prefix_caching,
+        "block_size": resolved.cache.block_size,
+        "num_kv_cache_blocks": stats.num_total_blocks + 1,
+    }
+
+
+async def serve(settings: ServeSettings, host: Host) -> bool:
+    """Run, print, save. True if it was interrupted: the result, saved all the same, is partial. Raises ConfigError."""
+    date = timestamp()
+    async with host.started_engine(settings.config, settings.publish) as engine:
+        requests = load_dataset(settings.dataset, engine.tokenizer, vocab_size=engine.model_info.vocab_size)
+        times = due_times(settings, requests)
+        client = EngineClient(engine, settings.sampling)
+        await warm_up(client, requests, settings.num_warmups)
+        load = await run_load(settings, client, requests)
+        stats = engine.stats()
+        result = make_result(
+            settings, load, model_id=settings.config.model, date=date, rps_changes=settings.arrivals.rps_changes(times)
+        ) | {"num_preemptions": stats.num_preemptions, "engine": engine_settings(engine), "environment": environment()}
+    report(settings, result)
+    return load.interrupted
+
+
+def report(settings: ServeSettings, result: dict[str, Any]) -> None:
+    out = console.output_stream(stdout_is_taken=settings.save.claims_stdout)
+    print(console.serving_block(result, settings.metrics, [percentile_name(p) for p in settings.percentiles]), file=out)
+    if settings.max_concurrency is not None:
+        print("Latencies count from the send: waiting for --max-concurrency is not in them (client_queue_times has it).", file=out)
+    if result["interrupted"]:
+        print(f"Interrupted: {result['completed']} of {settings.dataset.num_prompts} requests were completed.", file=out)
+    path = save_result(
+        with_metadata(result, settings.save.metadata), settings.save, default_name=default_file_name(settings, result["date"])
+    )
+    if path is not None:
+        print(f"Saved to {path}", file=out)
+
+
+def default_file_name(settings: ServeSettings, date: str) -> str:
+    """vLLM's pattern: {label}-{rate}qps[-concurrencyN]-{model}-{date}.json."""
+    concurrency = f"concurrency{settings.max_concurrency}" if settings.max_concurrency is not None else ""
+    model = settings.config.model.rstrip("/").rsplit("/", 1)[-1]
+    return file_name([settings.save.label or BACKEND, f"{settings.arrivals.request_rate:g}qps", concurrency, model], date)
