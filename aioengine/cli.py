@@ -58,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="aioengine", description=_DESCRIPTION, epilog=_EPILOG, usage="aioengine [--version] COMMAND ...")
     parser.add_argument("--version", action="version", version=f"aioengine {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", prog="aioengine")
-    for add in (_add_generate, _add_chat, _add_demo, _add_top, add_bench, _add_pull):
+    for add in (_add_generate, _add_chat, _add_demo, _add_top, add_bench, _add_pull, _add_doctor):
         add(commands)
     return parser
 
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
     _set_up_logging(args.log_level)
     try:
-        args.handler(args, start_time)
+        status: int | None = args.handler(args, start_time)
         sys.stdout.flush()
     except AioEngineError as exc:
         print(f"aioengine: error: {exc}", file=sys.stderr)
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Python flushes stdout once more at exit; let that go nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
-    return 0
+    return status or 0
 
 
 def _set_up_logging(level: str) -> None:
@@ -294,3 +294,21 @@ def _pull(args: argparse.Namespace, start_time: float) -> None:
     from aioengine.commands.pull import pull
 
     pull(args.name)
+
+
+# ---------------------------------------------------------------------------------------------------- doctor
+def _add_doctor(commands: argparse._SubParsersAction[_Parser]) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="say what this machine offers the engine, and what is missing",
+        description="Say what this machine offers the engine, and what is missing. Exit status 1 if models run on the slow path.",
+        usage="aioengine doctor",
+    )
+    options.add_log_option(parser)
+    parser.set_defaults(handler=_doctor)
+
+
+def _doctor(args: argparse.Namespace, start_time: float) -> int:
+    from aioengine.commands.doctor import doctor
+
+    return 0 if doctor() else 1

@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine": MODEL_SIDE | {"models", "worker", "executor", "executor.base", "events", "package"},
     "testing": MODEL_SIDE | {"models", "worker", "executor", "executor.base", "events", "engine"},
     "package": BASE | {"core", "events", "engine"},  # aioengine/__init__.py: lazy, so the names are only for type checkers
-    "commands": BASE | {"core", "events", "models", "engine", "package", "bench", "tui"},
+    "commands": BASE | {"core", "events", "kernels", "models", "engine", "package", "bench", "tui"},
     "cli": BASE | {"commands", "package"},
     "__main__": {"cli"},
     "tui": BASE | {"core", "events"},

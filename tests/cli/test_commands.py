@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from aioengine.cli import main
 from aioengine.commands import chat, demo, runtime
@@ -23,6 +24,7 @@ from aioengine.events.step_event import StepEvent
 from aioengine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from aioengine.sampling_params import SamplingParams
 from aioengine.testing import FakeExecutor, FakeTokenizer, scripted
+from aioengine_kernels import cpu
 
 ROOT = Path(__file__).resolve().parents[2]
 FakeEngines = Callable[..., list[AsyncEngine]]
@@ -286,3 +288,12 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(monkeypatch: pytest.
         assert again is not None
         assert again.finished
         loop.submit(engine.shutdown()).result()
+
+
+def test_doctor_names_the_kernels_or_says_why_there_are_none(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "status", lambda: "the library was not built: no compiler")
+    assert main(["doctor"]) == (0 if torch.cuda.is_available() else 1)
+    assert "the library was not built: no compiler" in capsys.readouterr().out
+    monkeypatch.setattr(cpu, "status", lambda: None)
+    assert main(["doctor"]) == 0
+    assert "ready" in capsys.readouterr().out
