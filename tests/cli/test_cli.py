@@ -91,7 +91,7 @@ def test_every_engine_setting_has_an_option() -> None:
             *("--scheduling-policy", "priority", "--no-async-scheduling", "--block-size", "8", "--num-kv-cache-blocks", "9"),
             *("--kv-cache-memory-bytes", "1MiB", "--gpu-memory-utilization", "0.5", "--no-enable-prefix-caching"),
             *("--prefix-caching-seed", "s", "--zero-new-blocks", "--attention-backend", "torch", "--enforce-eager", "--num-threads", "2"),
-            *("--engine-seed", "4", "--check-invariants"),
+            *("--engine-seed", "4", "--check-invariants", "--weights", "dense", "--kv-cache-dtype", "float16"),
         )
     )
     config = options.engine_config(argparse.Namespace(**args))
@@ -119,6 +119,8 @@ def test_every_engine_setting_has_an_option() -> None:
         num_threads=2,
         seed=4,
         check_invariants=True,
+        weights="dense",
+        kv_cache_dtype="float16",
     )
     defaults = EngineConfig()
     unchanged = [f.name for f in dataclasses.fields(config) if getattr(config, f.name) == getattr(defaults, f.name)]
