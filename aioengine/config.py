@@ -122,7 +122,7 @@ class EngineConfig:
     kv_cache_memory_bytes: most memory the KV cache may take on CPU (auto: 1 GiB, or half of what is free if less).
     gpu_memory_utilization: share of the GPU's memory for weights, activations and KV cache together.
     enable_prefix_caching: reuse the KV blocks of equal prompt prefixes. prefix_caching_seed: fixes the block hashes.
-    zero_new_blocks: clear KV blocks before use even if the attention backend does not need it.
+    zero_new_blocks: clear KV blocks before use. No attention backend here needs it: none reads a slot that was not written.
     attention_backend: a registered backend's name; auto takes the first that fits.
     enforce_eager: no CUDA graphs. num_threads: CPU threads of the model; auto: all cores.
     seed: where requests without a seed get theirs from; None: the operating system.

@@ -62,7 +62,6 @@ class AttentionBackend(ABC):
     """Stateless apart from its configuration; the KV cache and the step's metadata are arguments."""
 
     name: ClassVar[str]
-    needs_zeroed_blocks: ClassVar[bool] = False  # may read slots that no token was written to
     supports_graphs: ClassVar[bool] = False  # `forward` reads nothing back from the device and no `_np` array: it can be captured
     fuses_rope: ClassVar[bool] = False  # `forward_qkv` works
 

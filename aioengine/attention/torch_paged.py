@@ -63,7 +63,6 @@ class TorchPagedBackend(AttentionBackend):
     """
 
     name: ClassVar[str] = "torch_paged"
-    needs_zeroed_blocks: ClassVar[bool] = False
 
     @classmethod
     def supports(cls, config: AttentionConfig, device: torch.device) -> str | None:
