@@ -37,13 +37,20 @@ class Terminal:
     """A tmux session of its own server."""
 
     def __init__(self, folder: Path) -> None:
-        self._socket = str(folder / "tmux.sock")
+        self._folder = folder
+        self._num_starts = 0
+
+    @property
+    def _socket(self) -> str:
+        """A path for every start: a server that is on its way out would refuse the next session."""
+        return str(self._folder / f"tmux{self._num_starts}.sock")
 
     def tmux(self, *arguments: str) -> str:
         done = subprocess.run(["tmux", "-S", self._socket, "-f", "/dev/null", *arguments], capture_output=True, text=True, check=True)
         return done.stdout
 
     def start(self, command: list[str], *, columns: int = 80, lines: int = 24, env: dict[str, str] | None = None) -> None:
+        self._num_starts += 1
         settings = [f"{name}={value}" for name, value in (env or {}).items()]
         shell = shlex.join(["env", "-u", "NO_COLOR", *settings, *command]) + "; echo left with $?; exec cat"
         self.tmux("new-session", "-d", "-x", str(columns), "-y", str(lines), "-c", str(ROOT), shell)
@@ -68,7 +75,8 @@ def terminal(tmp_path: Path) -> Iterator[Terminal]:
         pytest.skip("tmux is not installed")
     terminal = Terminal(tmp_path)
     yield terminal
-    subprocess.run(["tmux", "-S", str(tmp_path / "tmux.sock"), "kill-server"], capture_output=True, check=False)
+    for socket in tmp_path.glob("tmux*.sock"):
+        subprocess.run(["tmux", "-S", str(socket), "kill-server"], capture_output=True, check=False)
 
 
 def test_an_engine_is_watched_paused_left_and_watched_again(engine: tuple[str, subprocess.Popen[bytes]], terminal: Terminal) -> None:
