@@ -16,12 +16,14 @@ from aioengine.errors import ConfigError
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceType = Literal["cpu", "cuda"]
 SchedulingPolicy = Literal["fcfs", "priority"]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 Weights = Literal["auto", "dense", "exact", "fast"]
 KvCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DEVICES = ("auto", "cpu", "cuda")
 _POLICIES = ("fcfs", "priority")
+_LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 _WEIGHTS = ("auto", "dense", "exact", "fast")
 _KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
 _DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
@@ -59,11 +61,24 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = 0  # 0: no limit on one request's share of a step
     policy: SchedulingPolicy = "fcfs"
     async_scheduling: bool = True
+    # Guess up to num_speculative_tokens by n-gram look-up; 0: none. The n-gram's length is in [min, max].
+    num_speculative_tokens: int = 0
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 4
 
     @property
     def max_concurrent_batches(self) -> int:
         """Steps in flight at once: two overlap the host's work with the device's."""
         return 2 if self.async_scheduling else 1
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionConfig:
+    """What the engine takes in, and how long it waits; None: no limit."""
+
+    max_num_queued_reqs: int | None = None  # waiting ones, not those that run
+    max_num_queued_tokens: int | None = None  # prompt tokens of the waiting ones
+    step_timeout_s: float | None = None  # a step that takes longer ends the engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +101,8 @@ class WorkerConfig:
     attention_backend: str = "auto"
     enforce_eager: bool = False
     num_threads: int | None = None
+    logprobs_mode: LogprobsMode = "raw_logprobs"
+    logits_processors: tuple[str, ...] = ()  # "module:name" of batch-level processors
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +113,7 @@ class ResolvedConfig:
     scheduler: SchedulerConfig
     cache: CacheConfig
     worker: WorkerConfig
+    admission: AdmissionConfig
     seed: int | None
     check_invariants: bool
 
@@ -127,6 +145,13 @@ class EngineConfig:
     enforce_eager: no CUDA graphs. num_threads: CPU threads of the model; auto: all cores.
     seed: where requests without a seed get theirs from; None: the operating system.
     check_invariants: check the scheduler's books after every call (slow). auto: if AIOENGINE_CHECK=1.
+    logprobs_mode: what `logprobs` report. raw: before penalties, masks and temperature; processed: after them.
+        ..._logprobs: log-probabilities; ..._logits: the logits themselves.
+    logits_processors: "module:name" of batch-level logits processors (see aioengine/worker/sample/logits_processor.py).
+    num_speculative_tokens: guess that many tokens ahead by n-gram look-up, and check them in one step; 0: off. Steps do not
+        overlap then. prompt_lookup_min, prompt_lookup_max: the shortest and the longest n-gram that is looked up.
+    max_num_queued_reqs, max_num_queued_tokens: with that many waiting, new requests get EngineOverloadedError. None: no limit.
+    step_timeout_s: a step that takes longer ends the engine, with a message that says which. None: wait for ever.
     """
 
     model: str = "smollm2"
@@ -154,6 +179,14 @@ class EngineConfig:
     num_threads: int | None = None
     seed: int | None = None
     check_invariants: bool | None = None
+    logprobs_mode: LogprobsMode = "raw_logprobs"
+    logits_processors: tuple[str, ...] = ()
+    num_speculative_tokens: int = 0
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 4
+    max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
+    step_timeout_s: float | None = None
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, _DTYPES)
@@ -161,9 +194,13 @@ class EngineConfig:
         _one_of("weights", self.weights, _WEIGHTS)
         _one_of("kv_cache_dtype", self.kv_cache_dtype, _KV_CACHE_DTYPES)
         _one_of("scheduling_policy", self.scheduling_policy, _POLICIES)
-        for name in ("max_num_seqs", "block_size"):
+        _one_of("logprobs_mode", self.logprobs_mode, _LOGPROBS_MODES)
+        object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
+        for name in ("max_num_seqs", "block_size", "prompt_lookup_min"):
             _at_least(name, getattr(self, name), 1)
-        _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
+        for name in ("long_prefill_token_threshold", "num_speculative_tokens"):
+            _at_least(name, getattr(self, name), 0)
+        _at_least("prompt_lookup_max", self.prompt_lookup_max, self.prompt_lookup_min)
         for name, least in (
             ("max_model_len", 2),  # one token in, one token out
             ("max_num_batched_tokens", 1),
@@ -171,9 +208,13 @@ class EngineConfig:
             ("kv_cache_memory_bytes", 1),
             ("num_threads", 1),
             ("seed", 0),
+            ("max_num_queued_reqs", 1),
+            ("max_num_queued_tokens", 1),
         ):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), least)
+        if self.step_timeout_s is not None and not self.step_timeout_s > 0:
+            raise ConfigError(f"step_timeout_s must be > 0 or None, got {self.step_timeout_s!r}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}")
 
@@ -209,6 +250,11 @@ class EngineConfig:
                 zero_new_blocks=self.zero_new_blocks,
             ),
             worker=self._resolve_worker(model, device),
+            admission=AdmissionConfig(
+                max_num_queued_reqs=self.max_num_queued_reqs,
+                max_num_queued_tokens=self.max_num_queued_tokens,
+                step_timeout_s=self.step_timeout_s,
+            ),
             seed=self.seed,
             check_invariants=os.environ.get("AIOENGINE_CHECK") == "1" if self.check_invariants is None else self.check_invariants,
         )
@@ -231,6 +277,8 @@ class EngineConfig:
             attention_backend=attention_backend,
             enforce_eager=self.enforce_eager,
             num_threads=self.num_threads,
+            logprobs_mode=self.logprobs_mode,
+            logits_processors=self.logits_processors,
         )
 
     def _resolve_weights(self, device: DeviceType) -> Weights:
@@ -281,7 +329,11 @@ class EngineConfig:
             enable_chunked_prefill=self.enable_chunked_prefill,
             long_prefill_token_threshold=self.long_prefill_token_threshold,
             policy=self.scheduling_policy,
-            async_scheduling=self.async_scheduling,
+            # Guesses continue known tokens, so the step before has to be over.
+            async_scheduling=self.async_scheduling and self.num_speculative_tokens == 0,
+            num_speculative_tokens=self.num_speculative_tokens,
+            prompt_lookup_min=self.prompt_lookup_min,
+            prompt_lookup_max=self.prompt_lookup_max,
         )
 
 

@@ -43,6 +43,10 @@ class ModelRunnerOutput:
     sampled_token_ids: list[list[int]]  # [num_reqs][num_sampled]
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)  # only the requests that asked for them
     timing: WorkerTiming | None = None
+    # Of the chunk that this step computed, one entry a prompt position from the second on; only where asked for.
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    # Requests whose logits cannot be sampled from (NaN), and why: they end with an error, the others go on.
+    failed_req_ids: dict[str, str] = field(default_factory=dict)
 
 
 # ------------------------------------------------------------------ scheduler -> output processor
@@ -55,6 +59,8 @@ class EngineCoreOutput(NamedTuple):
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprobs] | None = None
     num_cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs] | None = None  # of this step's chunk
+    error: str | None = None  # with finish_reason "error": the cause
 
 
 # ------------------------------------------------------------------ engine -> user
@@ -102,6 +108,8 @@ class RequestOutput:
     metrics: RequestMetrics
     num_cached_tokens: int = 0
     prompt: str | None = None  # the text that was tokenised, if the prompt was given as text or messages
+    # One entry a prompt token; the first is None, as nothing comes before it. None unless asked for and complete.
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @property
     def finished(self) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from aioengine.errors import InvalidRequestError
 
@@ -15,6 +17,11 @@ MIN_TEMPERATURE = 1e-2
 """Positive temperatures are raised to this, so that scaled logits stay finite."""
 
 MAX_LOGPROBS = 20
+
+MAX_NUM_SEQUENCES = 1024
+"""The largest `n`: each continuation is a request of its own to the scheduler."""
+
+MAX_LOGIT_BIAS = 100.0
 
 
 def _require(condition: bool, message: str) -> None:
@@ -28,6 +35,51 @@ def _finite(value: object) -> bool:
 
 def _whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+class RequestOutputKind(enum.Enum):
+    """What each output of a stream holds."""
+
+    CUMULATIVE = 0  # everything so far
+    DELTA = 1  # what came since the output before: text, token ids and logprobs that belong together
+    FINAL_ONLY = 2  # one output, when the request has ended
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """What the text of the output has to match: exactly one of the first five fields.
+
+    json: a JSON schema, as a dict or as its text. regex: the whole output matches it. choice: one of these strings.
+    grammar: a context-free grammar in Lark's notation. json_object: any JSON object.
+    disable_any_whitespace: JSON without white space between its tokens.
+
+    Raises InvalidRequestError unless exactly one is given.
+    """
+
+    json: str | Mapping[str, Any] | None = field(default=None, hash=False)
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool = False
+    disable_any_whitespace: bool = False
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]
+        given += ["json_object"] if self.json_object else []
+        _require(
+            len(given) == 1,
+            f"structured_outputs needs exactly one of json, regex, choice, grammar and json_object, got {', '.join(given) or 'none'}",
+        )
+        if self.choice is not None:
+            _require(not isinstance(self.choice, str), f"structured_outputs.choice must be a list of strings, got {self.choice!r}")
+            object.__setattr__(self, "choice", tuple(self.choice))
+            _require(
+                bool(self.choice) and all(isinstance(text, str) and text for text in self.choice),
+                f"structured_outputs.choice must hold non-empty strings, got {self.choice!r}",
+            )
+        for name in ("regex", "grammar"):
+            text = getattr(self, name)
+            _require(text is None or (isinstance(text, str) and text != ""), f"structured_outputs.{name} must be a non-empty string")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +97,22 @@ class SamplingParams:
     stop_token_ids: token ids that end the output. The id is in `token_ids`, its text is not in `text`.
     ignore_eos: generate on after the model's end-of-sequence tokens.
     skip_special_tokens: leave special tokens out of `text`.
-    logprobs: report the log-probability of each sampled token and of the `logprobs` most likely ones (at most 20),
-        from the unscaled, unmasked logits. 0 reports the sampled token only; None reports nothing.
+    logprobs: report the log-probability of each sampled token and of the `logprobs` most likely ones (at most 20); the
+        engine's `logprobs_mode` says from which logits. 0 reports the sampled token only; None reports nothing.
+    prompt_logprobs: the same for the tokens of the prompt, each given those before it.
+    n: how many continuations, each with its own index and a seed derived from `seed`; they share the prompt's KV blocks.
+    presence_penalty, frequency_penalty: subtracted from the logits of tokens that the output holds: once, and once for
+        each time; in [-2, 2].
+    repetition_penalty: logits of tokens that prompt or output hold are divided by it if positive, else multiplied; in (0, 2].
+    logit_bias: token id -> what is added to its logit, in [-100, 100].
+    allowed_token_ids: nothing else is sampled. bad_words: texts that are never generated, also after a space.
+    bad_words_token_ids: `bad_words` in tokens; filled in by the engine.
+    spaces_between_special_tokens: a space between adjacent special tokens when they are not skipped.
+    detokenize: False leaves `text` empty, and rules out `stop`.
+    output_kind: what each output of a stream holds.
+    truncate_prompt_tokens: keep only that many of the last tokens of the prompt; -1: as many as the model can take.
+    structured_outputs: what the text must match.
+    extra_args: for custom logits processors; the engine only passes them on.
 
     Raises InvalidRequestError naming the parameter, its value and the limit.
     """
@@ -64,12 +130,35 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)  # a copy once built: do not write to it
+    allowed_token_ids: Sequence[int] | None = None  # a tuple once built
+    bad_words: Sequence[str] = ()  # a tuple once built
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    spaces_between_special_tokens: bool = True
+    detokenize: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    truncate_prompt_tokens: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    extra_args: Mapping[str, Any] = field(default_factory=dict, hash=False)  # a copy once built
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", self.stop_strings)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "bad_words", tuple(self.bad_words))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
+        object.__setattr__(self, "extra_args", dict(self.extra_args or {}))
         self._check_numbers()
+        self._check_penalties()
+        self._check_tokens()
         self._check_stops()
+        self._check_text()
         if GREEDY_TEMPERATURE <= self.temperature < MIN_TEMPERATURE:
             object.__setattr__(self, "temperature", MIN_TEMPERATURE)
 
@@ -89,17 +178,53 @@ class SamplingParams:
         _require(_whole(self.min_tokens) and self.min_tokens >= 0, f"min_tokens must be an integer >= 0, got {self.min_tokens!r}")
         if self.max_tokens is not None:
             _require(self.min_tokens <= self.max_tokens, f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
-        if self.logprobs is not None:
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
             _require(
-                _whole(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS,
-                f"logprobs must be an integer in [0, {MAX_LOGPROBS}] or None, got {self.logprobs!r}",
+                count is None or (_whole(count) and 0 <= count <= MAX_LOGPROBS),
+                f"{name} must be an integer in [0, {MAX_LOGPROBS}] or None, got {count!r}",
             )
+        _require(_whole(self.n) and 1 <= self.n <= MAX_NUM_SEQUENCES, f"n must be an integer in [1, {MAX_NUM_SEQUENCES}], got {self.n!r}")
+        cut = self.truncate_prompt_tokens
+        _require(
+            cut is None or (_whole(cut) and (cut >= 1 or cut == -1)),
+            f"truncate_prompt_tokens must be an integer >= 1, -1 or None, got {cut!r}",
+        )
+
+    def _check_penalties(self) -> None:
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(_finite(value) and -2 <= value <= 2, f"{name} must be in [-2, 2], got {value!r}")
+        value = self.repetition_penalty
+        _require(_finite(value) and 0 < value <= 2, f"repetition_penalty must be in (0, 2], got {value!r}")
+
+    def _check_tokens(self) -> None:
+        for token_id, bias in self.logit_bias.items():
+            _require(_whole(token_id) and token_id >= 0, f"logit_bias must have token ids >= 0 as keys, got {token_id!r}")
+            _require(
+                _finite(bias) and abs(bias) <= MAX_LOGIT_BIAS,
+                f"logit_bias must be in [-{MAX_LOGIT_BIAS:g}, {MAX_LOGIT_BIAS:g}], got {bias!r} for token {token_id}",
+            )
+        if self.allowed_token_ids is not None:
+            _require(len(self.allowed_token_ids) > 0, "allowed_token_ids must not be empty: nothing could be sampled")
+            for token_id in self.allowed_token_ids:
+                _require(_whole(token_id) and token_id >= 0, f"allowed_token_ids must hold integers >= 0, got {token_id!r}")
 
     def _check_stops(self) -> None:
         for text in self.stop_strings:
             _require(isinstance(text, str) and text != "", f"stop must hold non-empty strings, got {text!r}")
         for token_id in self.stop_token_ids:
             _require(_whole(token_id) and token_id >= 0, f"stop_token_ids must hold integers >= 0, got {token_id!r}")
+
+    def _check_text(self) -> None:
+        for text in self.bad_words:
+            _require(isinstance(text, str) and text != "", f"bad_words must hold non-empty strings, got {text!r}")
+        if not self.detokenize:
+            _require(not self.stop_strings, f"stop {list(self.stop_strings)!r} needs the text, which detokenize=False leaves out")
+        _require(
+            isinstance(self.output_kind, RequestOutputKind),
+            f"output_kind must be a RequestOutputKind, got {self.output_kind!r}",
+        )
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

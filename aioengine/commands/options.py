@@ -47,6 +47,14 @@ _ENGINE_HELP = {
     "num_threads": "CPU threads of the model (default: all cores)",
     "seed": "where requests without a seed of their own get it from (default: the operating system)",
     "check_invariants": "check the scheduler's books after every call, slow (default: no, or AIOENGINE_CHECK=1)",
+    "logprobs_mode": "what logprobs report: before (raw) or after (processed) penalties, masks and temperature",
+    "logits_processors": "a batch-level logits processor, MODULE:NAME; may be repeated (default: none)",
+    "num_speculative_tokens": "guess N tokens ahead by n-gram look-up and check them in one step; 0: off",
+    "prompt_lookup_min": "shortest n-gram that is looked up for a guess",
+    "prompt_lookup_max": "longest n-gram that is looked up for a guess",
+    "max_num_queued_reqs": "refuse requests while that many wait (default: no limit)",
+    "max_num_queued_tokens": "refuse requests while those that wait have that many prompt tokens (default: no limit)",
+    "step_timeout_s": "end the engine if a step takes longer, in seconds (default: no limit)",
 }
 
 # Of the engine that `aioengine top --demo` starts: small enough that chunks, full budgets and preemptions are seen.
@@ -87,15 +95,17 @@ def _kind(name: str, hint: Any) -> dict[str, Any]:
     """The argparse keywords for a field of this type."""
     if name == "kv_cache_memory_bytes":
         return {"type": parse_size, "metavar": "SIZE"}
+    if name == "logits_processors":
+        return {"action": "append", "metavar": "MODULE:NAME"}
     kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)] or [hint]
     if typing.get_origin(hint) is Literal:
         return {"choices": typing.get_args(hint)}
     if bool in kinds:
         return {"action": argparse.BooleanOptionalAction}
-    if int in kinds:
-        return {"type": int, "metavar": "N"}
     if float in kinds:
         return {"type": float, "metavar": "X"}
+    if int in kinds:
+        return {"type": int, "metavar": "N"}
     return {"metavar": "NAME"}
 
 

@@ -59,6 +59,8 @@ class SchedulerOutput:
     finished_req_ids: frozenset[str] = frozenset()  # ended since the previous step: the worker forgets them
     preempted_req_ids: frozenset[str] = frozenset()  # the worker frees their slots and keeps their parameters
     new_block_ids_to_zero: list[int] = field(default_factory=list)  # only where the cache needs it
+    # Guesses that this step checks, by request: counted in num_scheduled_tokens, after the one known token.
+    scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
 
     @property
     def is_cleanup_only(self) -> bool:

@@ -92,6 +92,9 @@ def test_every_engine_setting_has_an_option() -> None:
             *("--kv-cache-memory-bytes", "1MiB", "--gpu-memory-utilization", "0.5", "--no-enable-prefix-caching"),
             *("--prefix-caching-seed", "s", "--zero-new-blocks", "--attention-backend", "torch", "--enforce-eager", "--num-threads", "2"),
             *("--engine-seed", "4", "--check-invariants", "--weights", "dense", "--kv-cache-dtype", "float16"),
+            *("--logprobs-mode", "raw_logits", "--logits-processors", "a:b", "--logits-processors", "c:d"),
+            *("--num-speculative-tokens", "5", "--prompt-lookup-min", "1", "--prompt-lookup-max", "6"),
+            *("--max-num-queued-reqs", "10", "--max-num-queued-tokens", "11", "--step-timeout-s", "1.5"),
         )
     )
     config = options.engine_config(argparse.Namespace(**args))
@@ -121,6 +124,14 @@ def test_every_engine_setting_has_an_option() -> None:
         check_invariants=True,
         weights="dense",
         kv_cache_dtype="float16",
+        logprobs_mode="raw_logits",
+        logits_processors=("a:b", "c:d"),
+        num_speculative_tokens=5,
+        prompt_lookup_min=1,
+        prompt_lookup_max=6,
+        max_num_queued_reqs=10,
+        max_num_queued_tokens=11,
+        step_timeout_s=1.5,
     )
     defaults = EngineConfig()
     unchanged = [f.name for f in dataclasses.fields(config) if getattr(config, f.name) == getattr(defaults, f.name)]
