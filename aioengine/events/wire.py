@@ -3,7 +3,8 @@
 The first line is a header (`WireHeader`); each further line is one event, told apart by its "type". Field names are
 those of the dataclasses. Prompts travel as lengths: token ids and prompt text are left out unless `include_prompts` is
 set, and a decoded event then has `HIDDEN_TOKEN_ID` in their place, so that every length is right and no id can be
-mistaken for a real one. Sampling parameters always travel.
+mistaken for a real one. Sampling parameters always travel, as what differs from the defaults; `extra_args`, which only
+custom logits processors understand, stay behind.
 
 Any change of the form raises `SCHEMA_VERSION`. A reader refuses a newer version instead of guessing.
 """
@@ -36,7 +37,7 @@ from aioengine.events.step_event import (
     StepEvent,
     StepResultEvent,
 )
-from aioengine.sampling_params import SamplingParams
+from aioengine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 HIDDEN_TOKEN_ID = -1
 """Stands for a token id that did not travel."""
@@ -90,8 +91,7 @@ def encode(event: Event, *, include_prompts: bool = False) -> bytes:
             return _dumps(line)
         case EngineSnapshot():
             line = _flat_to_dict("snapshot", event)
-            if not include_prompts:
-                line["requests"] = [_without_text(request) for request in event.requests]
+            line["requests"] = [_request_snapshot_to_dict(request, include_prompts) for request in event.requests]
             return _dumps(line)
 
 
@@ -115,10 +115,39 @@ def _without_prompt(info: RequestInfo) -> RequestInfo:
     return info if info.prompt is None else dataclasses.replace(info, prompt=None)
 
 
-def _without_text(request: RequestSnapshot) -> RequestSnapshot:
-    if request.prompt is None and request.text is None:
-        return request
-    return dataclasses.replace(request, prompt=None, text=None)
+def _request_snapshot_to_dict(request: RequestSnapshot, include_prompts: bool) -> dict[str, Any]:
+    line: dict[str, Any] = {name: getattr(request, name) for name in _FIELDS[RequestSnapshot]}
+    if request.sampling_params is not None:
+        line["sampling_params"] = params_to_dict(request.sampling_params)
+    if not include_prompts:
+        line["prompt"] = line["text"] = None
+    return line
+
+
+def params_to_dict(params: SamplingParams, *, complete: bool = False) -> dict[str, Any]:
+    """Plain JSON values: what differs from the defaults, or everything; never `extra_args`."""
+    line: dict[str, Any] = {name: getattr(params, name) for name in _PARAM_FIELDS}
+    if not complete:
+        line = {name: value for name, value in line.items() if value != getattr(_DEFAULT_PARAMS, name)}
+    if "logit_bias" in line:
+        line["logit_bias"] = list(params.logit_bias.items())  # JSON has no integer keys
+    if "output_kind" in line:
+        line["output_kind"] = params.output_kind.name
+    if line.get("structured_outputs") is not None:
+        line["structured_outputs"] = dataclasses.asdict(line["structured_outputs"])
+    return line
+
+
+def _params_from_dict(fields: dict[str, Any]) -> SamplingParams:
+    if "logit_bias" in fields:
+        fields["logit_bias"] = dict(fields["logit_bias"])
+    if "bad_words_token_ids" in fields:
+        fields["bad_words_token_ids"] = tuple(tuple(ids) for ids in fields["bad_words_token_ids"])
+    if "output_kind" in fields:
+        fields["output_kind"] = RequestOutputKind[fields["output_kind"]]
+    if fields.get("structured_outputs") is not None:
+        fields["structured_outputs"] = StructuredOutputsParams(**fields["structured_outputs"])
+    return SamplingParams(**fields)
 
 
 def _step_to_dict(event: StepEvent, include_prompts: bool) -> dict[str, Any]:
@@ -137,6 +166,9 @@ def _output_to_dict(output: SchedulerOutput, include_prompts: bool) -> dict[str,
     if not include_prompts:
         cached_line["num_all_tokens"] = {req_id: len(ids) for req_id, ids in cached_line.pop("all_token_ids").items()}
     line: dict[str, Any] = {name: getattr(output, name) for name in _FIELDS[SchedulerOutput]}
+    if not include_prompts and output.scheduled_spec_decode_tokens:
+        guesses = output.scheduled_spec_decode_tokens
+        line["scheduled_spec_decode_tokens"] = {req_id: [HIDDEN_TOKEN_ID] * len(ids) for req_id, ids in guesses.items()}
     line["scheduled_new_reqs"] = [_new_request_to_dict(new, include_prompts) for new in output.scheduled_new_reqs]
     line["scheduled_cached_reqs"] = cached_line
     return line
@@ -144,6 +176,7 @@ def _output_to_dict(output: SchedulerOutput, include_prompts: bool) -> dict[str,
 
 def _new_request_to_dict(new: NewRequestData, include_prompts: bool) -> dict[str, Any]:
     line: dict[str, Any] = {name: getattr(new, name) for name in _FIELDS[NewRequestData]}
+    line["sampling_params"] = params_to_dict(new.sampling_params)
     if not include_prompts:
         line["num_prompt_tokens"] = len(line.pop("prompt_token_ids"))
     return line
@@ -209,7 +242,7 @@ def _snapshot_from_dict(fields: dict[str, Any]) -> EngineSnapshot:
 
 def _request_snapshot_from_dict(fields: dict[str, Any]) -> RequestSnapshot:
     if fields.get("sampling_params") is not None:
-        fields["sampling_params"] = SamplingParams(**fields["sampling_params"])
+        fields["sampling_params"] = _params_from_dict(fields["sampling_params"])
     return RequestSnapshot(**fields)
 
 
@@ -240,7 +273,7 @@ def _cached_from_dict(fields: dict[str, Any]) -> CachedRequestData:
 def _new_request_from_dict(fields: dict[str, Any]) -> NewRequestData:
     if "num_prompt_tokens" in fields:
         fields["prompt_token_ids"] = [HIDDEN_TOKEN_ID] * fields.pop("num_prompt_tokens")
-    fields["sampling_params"] = SamplingParams(**fields["sampling_params"])
+    fields["sampling_params"] = _params_from_dict(fields["sampling_params"])
     fields["block_ids"] = tuple(fields["block_ids"])
     return NewRequestData(**fields)
 
@@ -248,8 +281,10 @@ def _new_request_from_dict(fields: dict[str, Any]) -> NewRequestData:
 # Constants of the form, computed once: the field names in order, and the reader of each event type.
 _FIELDS: dict[type[Any], tuple[str, ...]] = {
     cls: tuple(f.name for f in dataclasses.fields(cls))
-    for cls in (StepEvent, StepResultEvent, EngineSnapshot, SchedulerOutput, NewRequestData, CachedRequestData)
+    for cls in (StepEvent, StepResultEvent, EngineSnapshot, RequestSnapshot, SchedulerOutput, NewRequestData, CachedRequestData)
 }
+_DEFAULT_PARAMS = SamplingParams()
+_PARAM_FIELDS = tuple(f.name for f in dataclasses.fields(SamplingParams) if f.name != "extra_args")
 _READERS: dict[str, Callable[[dict[str, Any]], Event]] = {
     "step": _step_from_dict,
     "result": _result_from_dict,

@@ -20,7 +20,7 @@ from aioengine.events.step_event import (
     StepEvent,
     StepResultEvent,
 )
-from aioengine.sampling_params import SamplingParams
+from aioengine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 counts = st.integers(0, 2**40)
 token_ids = st.lists(st.integers(0, 200_000), max_size=6)
@@ -45,6 +45,18 @@ sampling_params = st.builds(
     stop_token_ids=token_ids.map(tuple),
     ignore_eos=st.booleans(),
     logprobs=st.none() | st.integers(0, 20),
+    prompt_logprobs=st.none() | st.integers(0, 20),
+    n=st.integers(1, 4),
+    presence_penalty=st.floats(-2, 2),
+    logit_bias=st.dictionaries(st.integers(0, 200_000), st.floats(-100, 100), max_size=3),
+    allowed_token_ids=st.none() | st.lists(st.integers(0, 200_000), min_size=1, max_size=3),
+    bad_words=st.lists(texts.filter(bool), max_size=2),
+    bad_words_token_ids=st.lists(token_ids.map(tuple), max_size=2).map(tuple),
+    output_kind=st.sampled_from(RequestOutputKind),
+    structured_outputs=st.none()
+    | st.builds(StructuredOutputsParams, regex=texts.filter(bool))
+    | st.builds(StructuredOutputsParams, json=st.just({"type": "object"}))
+    | st.builds(StructuredOutputsParams, choice=st.lists(texts.filter(bool), min_size=1, max_size=2)),
 )
 new_requests = st.builds(
     NewRequestData,

@@ -146,7 +146,7 @@ def test_a_bad_header_is_named(line: bytes, message: str) -> None:
         (b'{"type": ["step"]}', "unknown event type"),
         (b'{"type": "snapshot", "step_id": 1}', "not a snapshot event"),
         (encode(STEP).replace(b'"token_budget"', b'"purse"'), "not a step event.*purse"),
-        (encode(STEP).replace(b'"temperature":1.0', b'"temperature":-1.0'), "temperature must be"),
+        (encode(STEP).replace(b'"sampling_params":{', b'"sampling_params":{"temperature":-1.0,'), "temperature must be"),
     ],
 )
 def test_a_bad_event_is_named(line: bytes, message: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from aioengine.events.wire import params_to_dict
 from aioengine_tui.model.rows import RequestRow, StepRecord
 from aioengine_tui.model.windows import SERIES
 
@@ -64,7 +65,7 @@ def row_to_json(row: RequestRow, state: DashboardState) -> dict[str, Any]:
         "stop_reason": row.stop_reason,
         "finish_time": row.finish_time,
         "told_in_step": row.told_in_step,
-        "sampling_params": None if row.sampling_params is None else dataclasses.asdict(row.sampling_params),
+        "sampling_params": None if row.sampling_params is None else params_to_dict(row.sampling_params, complete=True),
         "prompt": row.prompt,
         "text": row.text,
         "timeline": [dataclasses.asdict(milestone) for milestone in row.timeline],
