@@ -311,11 +311,19 @@ def _add_compare(commands: Any, host: Host) -> None:
         """\
   aioengine bench compare --setup vllm llama.cpp       make their environments, once; a look at what is needed: --list
   aioengine bench compare --engines aioengine vllm llama.cpp --workload mixed --num-runs 3
+  aioengine bench compare --engines aioengine:weights=fast openvino:weight_format=int8 openvino:weight_format=int4
+  aioengine bench compare --engines aioengine llama.cpp llama.cpp:gguf=/path/to/the-same-model.Q4_0.gguf
   aioengine bench compare --host-cost                  the scheduler alone, beside vLLM's
 """,
     )
     add = parser.add_argument
-    add("--engines", nargs="+", metavar="NAME", default=[], help="which (default: aioengine and all that are set up)")
+    add(
+        "--engines",
+        nargs="+",
+        metavar="NAME",
+        default=[],
+        help="which, NAME or NAME:OPTION=VALUE,... (default: aioengine and all that are set up)",
+    )
     add("--list", action="store_true", help="name the engines, what each needs, and which are set up")
     add("--setup", nargs="+", metavar="NAME", default=[], help="make the environments of these engines, each its own")
     add("--peers-dir", metavar="DIR", help="where the environments are (default: peers in aioengine's cache folder)")

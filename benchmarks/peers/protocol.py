@@ -53,8 +53,8 @@ class Engine(Protocol):
         """Stop whatever was started."""
 
 
-def serve(load: Callable[[dict[str, Any]], Engine]) -> None:
-    """The main function of a runner."""
+def serve(load: Callable[[dict[str, Any]], Engine], *, prepare: Callable[[dict[str, Any]], None] | None = None) -> None:
+    """The main function of a runner. `prepare` does what is done once for a model, before the start-up is timed."""
     # Engines print what they like to stdout: the protocol keeps the real one to itself.
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -64,6 +64,8 @@ def serve(load: Callable[[dict[str, Any]], Engine]) -> None:
         channel.flush()
 
     settings = json.loads(sys.stdin.readline())
+    if prepare is not None:
+        prepare(settings)
     start = time.perf_counter()
     engine = load(settings)
     facts = {"engine": engine.name, "version": engine.version, "precision": engine.precision, "note": engine.note}

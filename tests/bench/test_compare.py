@@ -16,7 +16,7 @@ from aioengine.errors import ConfigError
 from aioengine_bench import compare as compare_module
 from aioengine_bench.compare import CompareSettings, agreement, compare, host_cost_rows, median_turn, turn_requests
 from aioengine_bench.peer_process import PeerFailedError, PeerProcess
-from aioengine_bench.peers import PEERS, RUNNERS, Peer, requirements, runner_path
+from aioengine_bench.peers import PEERS, RUNNERS, Peer, find_contestant, requirements, runner_path
 from aioengine_bench.results import SaveOptions
 from aioengine_bench.workloads import WorkloadRequest, load_workload
 
@@ -179,3 +179,20 @@ def test_what_is_not_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
         compare(CompareSettings(model="m", engines=["aioengine"], reference="x", peers_dir=str(tmp_path)))
     compare(CompareSettings(model="m", list_engines=True, peers_dir=str(tmp_path)))
     assert "vllm           set up: no" in capsys.readouterr().out
+
+
+def test_an_engine_is_named_with_settings_of_its_own() -> None:
+    contestant = find_contestant("openvino:weight_format=int8,threads=2")
+    assert (contestant.name, contestant.peer.name) == ("openvino:weight_format=int8,threads=2", "openvino")
+    assert contestant.options == {"weight_format": "int8", "threads": 2}
+    assert find_contestant("vllm").options == {}
+
+
+@pytest.mark.parametrize("text", ["vllm:x", "vllm:=1", "vllm:x="])
+def test_settings_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not NAME or NAME:OPTION=VALUE"):
+        find_contestant(text)
+
+
+def test_a_table_names_the_file_and_not_its_folder() -> None:
+    assert compare_module._without_folders("llama.cpp:gguf=/somewhere/deep/m.Q4_0.gguf,threads=2") == "llama.cpp:gguf=m.Q4_0.gguf,threads=2"

@@ -1,0 +1,132 @@
+"""How far a decode step is from the least time that this machine allows. CPU only.
+
+The floor of a step is the larger of: the bytes it has to read (weights once, the keys and values of every request) over
+the measured copy bandwidth; and its multiplications over the measured peak of PyTorch's matrix product of the same kind
+(float32, or int8 for fast weights). Everything is measured in this process, with the same threads.
+
+    python benchmarks/step_floor.py --weights fast exact --batch 1 8 32
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from aioengine import AsyncEngine, SamplingParams
+from aioengine.config import ModelInfo
+from aioengine.events.step_event import StepResultEvent
+from aioengine.models.gguf import GGUFFile
+from aioengine.models.hub import resolve_model
+
+PROMPT_LEN = 128
+NUM_STEPS = 64
+KV_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the floor is made of, measured here."""
+
+    copy_bytes_s: float
+    float32_flops: float
+    int8_flops: float
+
+
+def best_rate(work: float, run: Callable[[], object], *, rounds: int = 8) -> float:
+    """The most of `work` a second in some rounds."""
+    run()
+    seconds = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    return work / min(seconds)
+
+
+def measure_machine() -> Machine:
+    source, target = torch.ones(1 << 26), torch.empty(1 << 26)  # 256 MiB each: beyond every cache
+    a, b = torch.rand(1024, 1024), torch.rand(1024, 1024)
+    a8, b8 = (torch.randint(-100, 100, (1024, 1024), dtype=torch.int8) for _ in range(2))
+    flops = 2.0 * 1024**3
+    return Machine(
+        copy_bytes_s=best_rate(2.0 * source.nbytes, lambda: target.copy_(source)),
+        float32_flops=best_rate(flops, lambda: a @ b),
+        int8_flops=best_rate(flops, lambda: torch._int_mm(a8, b8)),
+    )
+
+
+async def measure_step(model: str, *, weights: str, batch: int) -> tuple[float, float, AsyncEngine]:
+    """Seconds of a decode step with `batch` requests: on the worker, and from one result to the next."""
+    worker_s: list[float] = []
+    ends: list[float] = []
+    engine = AsyncEngine(model, weights=weights, max_num_seqs=batch, max_model_len=512)
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_STEPS, ignore_eos=True)
+    async with engine:
+        with engine.events() as events:
+            prompts = [[1000 + 7 * request + position for position in range(PROMPT_LEN)] for request in range(batch)]
+            await engine.generate_batch(prompts, params, progress=False)
+            for event in events.drain():
+                if isinstance(event, StepResultEvent) and len(event.num_new_tokens) == batch and event.sample_end and event.execute_start:
+                    worker_s.append(event.sample_end - event.execute_start)
+                    ends.append(event.sample_end)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(ends)]
+    return statistics.median(worker_s[4:]), statistics.median(gaps[4:]), engine
+
+
+def matrix_sizes(model: str) -> tuple[float, float]:
+    """(bytes, weights) of the matrices that a decode step multiplies with; a tied embedding counts once, as the head."""
+    tensors = [tensor for path in resolve_model(model).weights for tensor in GGUFFile(path).tensors() if len(tensor.shape) == 2]
+    return float(sum(tensor.info.num_bytes for tensor in tensors)), float(sum(tensor.shape[0] * tensor.shape[1] for tensor in tensors))
+
+
+def floor_s(
+    machine: Machine, info: ModelInfo, *, weights: str, batch: int, kv_cache_dtype: str, sizes: tuple[float, float]
+) -> tuple[float, str]:
+    """The least seconds of a decode step, and what bounds it."""
+    num_bytes, num_weights = sizes
+    context = PROMPT_LEN + NUM_STEPS / 2
+    kv_values = 2 * info.num_layers * info.num_kv_heads * info.head_dim * context * batch
+    attention_flops = 4 * info.num_layers * info.num_heads * info.head_dim * context * batch
+    peak = machine.int8_flops if weights == "fast" else machine.float32_flops
+    memory = (num_bytes + kv_values * KV_BYTES[kv_cache_dtype]) / machine.copy_bytes_s
+    arithmetic = 2 * num_weights * batch / peak + attention_flops / machine.float32_flops
+    return max(memory, arithmetic), "memory" if memory > arithmetic else "arithmetic"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default="smollm2", help="a model whose weights are a GGUF file (default: smollm2)")
+    parser.add_argument("--weights", nargs="+", choices=("exact", "fast"), default=["exact", "fast"])
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
+    args = parser.parse_args()
+    torch.set_num_threads(os.cpu_count() or 1)
+    machine = measure_machine()
+    print(
+        f"copy {machine.copy_bytes_s / 1e9:.1f} GB/s, float32 {machine.float32_flops / 1e9:.0f} GFLOP/s, "
+        f"int8 {machine.int8_flops / 1e9:.0f} GOP/s, {torch.get_num_threads()} threads"
+    )
+    sizes = matrix_sizes(args.model)
+    print("weights  batch  floor ms  bound       worker ms  ratio  step ms  ratio")
+    for weights in args.weights:
+        for batch in args.batch:
+            worker, step, engine = asyncio.run(measure_step(args.model, weights=weights, batch=batch))
+            config = engine.resolved_config
+            floor, bound = floor_s(
+                machine, config.model, weights=weights, batch=batch, kv_cache_dtype=config.worker.kv_cache_dtype, sizes=sizes
+            )
+            print(
+                f"{weights:<8} {batch:>5} {1e3 * floor:>9.2f}  {bound:<10} {1e3 * worker:>10.2f} {worker / floor:>6.2f} "
+                f"{1e3 * step:>8.2f} {step / floor:>6.2f}"
+            )
+
+
+if __name__ == "__main__":
+    main()
