@@ -50,6 +50,7 @@ class ModelInfo:
     eos_token_ids: frozenset[int]
     bos_token_id: int | None = None
     sliding_window: int | None = None
+    is_quantized: bool = False  # its matrices are stored in blocks of few bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,8 @@ class WorkerConfig:
     device: DeviceType
     dtype: str
     kv_cache_dtype: str = "float32"
-    weights: Weights = "dense"  # auto: exact if the machine and the model allow it, else dense
+    weights: Literal["dense", "exact", "fast"] = "dense"
+    allow_dense: bool = False  # the user left `weights` open: dense if the machine or the model does not allow the others
     attention_backend: str = "auto"
     enforce_eager: bool = False
     num_threads: int | None = None
@@ -127,8 +129,9 @@ class EngineConfig:
     dtype: of weights and activations. auto: float32 on CPU, the checkpoint's own on CUDA.
     device: auto takes CUDA if there is one.
     weights: how the CPU multiplies. exact: on weights as packed in the checkpoint, quantized or not, in float32. fast: the
-        same, with activations rounded to 8 bits. dense: dequantized, with PyTorch's own kernels: the reference. auto: exact
-        if it is possible and `dtype` was left to the engine, else dense. CUDA is always dense.
+        same, with the activations of the layers rounded to 8 bits. dense: dequantized, with PyTorch's own kernels: the
+        reference. auto, if `dtype` was left to the engine: fast for a quantized model, exact for others, dense where
+        neither is possible. CUDA is always dense.
     kv_cache_dtype: of the stored keys and values. auto: the dtype, but float16 with fast weights.
     max_model_len: prompt and output together, in tokens. auto: the model's own limit.
     max_num_seqs: requests that run at once. max_num_batched_tokens: tokens of one step.
@@ -237,6 +240,8 @@ class EngineConfig:
         device: DeviceType = ("cuda" if cuda_available else "cpu") if self.device == "auto" else self.device
         if device == "cuda" and not cuda_available:
             raise ConfigError('device="cuda" was asked for, but PyTorch finds no CUDA device')
+        if device == "cuda" and self.num_speculative_tokens:
+            raise ConfigError(f"num_speculative_tokens ({self.num_speculative_tokens}) is for the CPU; on cuda leave it at 0")
         return ResolvedConfig(
             model=model,
             scheduler=self._resolve_scheduler(model, device),
@@ -261,12 +266,13 @@ class EngineConfig:
 
     def _resolve_worker(self, model: ModelInfo, device: DeviceType) -> WorkerConfig:
         dtype = self._resolve_dtype(model, device)
-        weights = self._resolve_weights(device)
+        weights = self._resolve_weights(model, device)
+        allow_dense = self.weights == "auto" and weights != "dense"
         kv_cache_dtype: str = self.kv_cache_dtype
         if kv_cache_dtype == "auto":
             kv_cache_dtype = "float16" if weights == "fast" else dtype
         attention_backend = self.attention_backend
-        if attention_backend == "auto" and device == "cpu" and weights != "auto":
+        if attention_backend == "auto" and device == "cpu" and not allow_dense:
             # The reference, all of it; or what packed weights need, so that it says itself why it does not fit.
             attention_backend = "torch_paged" if weights == "dense" else "cpu_paged"
         return WorkerConfig(
@@ -274,6 +280,7 @@ class EngineConfig:
             dtype=dtype,
             kv_cache_dtype=kv_cache_dtype,
             weights=weights,
+            allow_dense=allow_dense,
             attention_backend=attention_backend,
             enforce_eager=self.enforce_eager,
             num_threads=self.num_threads,
@@ -281,15 +288,17 @@ class EngineConfig:
             logits_processors=self.logits_processors,
         )
 
-    def _resolve_weights(self, device: DeviceType) -> Weights:
-        if self.weights in ("exact", "fast"):
+    def _resolve_weights(self, model: ModelInfo, device: DeviceType) -> Literal["dense", "exact", "fast"]:
+        if self.weights == "exact" or self.weights == "fast":
             if device != "cpu":
                 raise ConfigError(f'weights="{self.weights}" is for the CPU; on {device} use weights="dense"')
             if self.dtype not in ("auto", "float32"):
                 raise ConfigError(f'weights="{self.weights}" computes in float32, but dtype="{self.dtype}" was asked for')
-        if self.weights == "auto" and (device != "cpu" or self.dtype != "auto"):
+        if self.weights != "auto":
+            return self.weights
+        if device != "cpu" or self.dtype != "auto":
             return "dense"
-        return self.weights
+        return "fast" if model.is_quantized else "exact"
 
     def _resolve_dtype(self, model: ModelInfo, device: DeviceType) -> str:
         if self.dtype != "auto":

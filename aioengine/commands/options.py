@@ -12,6 +12,7 @@ import os
 import typing
 from typing import TYPE_CHECKING, Any, Literal
 
+from aioengine.commands.structured_output_options import structured_outputs
 from aioengine.config import EngineConfig
 from aioengine.sampling_params import SamplingParams
 
@@ -25,8 +26,8 @@ _ENGINE_HELP = {
     "tokenizer": "folder or repository to take the tokenizer from (default: the model's own)",
     "dtype": "of weights and activations (default: auto, float32 on CPU, the checkpoint's own on CUDA)",
     "weights": "how the CPU multiplies: exact on the packed weights; fast, with 8-bit activations; dense, the float32 "
-    "reference (default: auto, exact unless --dtype is given or the machine cannot)",
-    "kv_cache_dtype": "of the stored keys and values (default: auto, the dtype; float16 with --weights fast)",
+    "reference (default: auto, fast for a quantized model and exact for others, unless --dtype is given or the machine cannot)",
+    "kv_cache_dtype": "of the stored keys and values (default: auto, the dtype; float16 where the weights are fast)",
     "device": "where the model runs (default: auto, CUDA if there is one)",
     "max_model_len": "longest prompt and output together, in tokens (default: the model's limit)",
     "max_num_seqs": "requests that run at once",
@@ -71,6 +72,15 @@ def parse_size(text: str) -> int:
         return int(float(number) * _SIZE_UNITS[unit])
     except (KeyError, ValueError, OverflowError) as exc:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 1073741824, 512MiB or 2GB") from exc
+
+
+def parse_logit_bias(text: str) -> tuple[int, float]:
+    """A token id and its bias from `1234=-2.5`. Raises argparse.ArgumentTypeError."""
+    token_id, _, bias = text.partition("=")
+    try:
+        return int(token_id), float(bias)
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a token id and its bias, such as 1234=-2.5") from exc
 
 
 def add_model_option(parser: argparse._ActionsContainer) -> None:
@@ -123,8 +133,21 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int, te
     add("--top-p", type=float, metavar="X", default=1.0, help="keep the most likely tokens that add up to X (default: 1, all)")
     add("--top-k", type=int, metavar="N", default=0, help="keep the N most likely tokens (default: 0, all)")
     add("--min-p", type=float, metavar="X", default=0.0, help="drop tokens less likely than X times the most likely (default: 0)")
+    add("--presence-penalty", type=float, metavar="X", default=0.0, help="make tokens of the output less likely, -2 to 2 (default: 0)")
+    add("--frequency-penalty", type=float, metavar="X", default=0.0, help="the same for each time they came (default: 0)")
+    add("--repetition-penalty", type=float, metavar="X", default=1.0, help="divide logits of tokens that were seen (default: 1, off)")
+    add(
+        "--logit-bias",
+        action="append",
+        type=parse_logit_bias,
+        metavar="ID=BIAS",
+        default=[],
+        help="add BIAS to a token's logit; may be repeated",
+    )
+    add("--bad-word", action="append", metavar="TEXT", default=[], help="never generate TEXT; may be repeated")
     add("--seed", type=int, metavar="N", help="same seed, same output, whatever else runs (default: a fresh one)")
     add("--stop", action="append", metavar="TEXT", default=[], help="end the output before TEXT; may be repeated")
+    add("--min-tokens", type=int, metavar="N", default=0, help="do not end before N tokens (default: 0)")
     add("--ignore-eos", action="store_true", help="go on after the model's end-of-sequence token")
 
 
@@ -137,8 +160,16 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
         min_p=args.min_p,
         seed=args.seed,
         max_tokens=args.max_tokens,
+        min_tokens=args.min_tokens,
         stop=tuple(args.stop),
         ignore_eos=args.ignore_eos,
+        n=getattr(args, "n", 1),  # a conversation goes on from one answer
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
+        repetition_penalty=args.repetition_penalty,
+        logit_bias=dict(args.logit_bias),
+        bad_words=tuple(args.bad_word),
+        structured_outputs=structured_outputs(args),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from aioengine.config import ModelInfo
 from aioengine.errors import ModelError
+from aioengine.models.gguf import GGUFFile
 from aioengine.models.json_file import read_json
 from aioengine.models.registry import find_model_class
 
@@ -34,12 +35,16 @@ def read_model_info(files: ModelFiles) -> ModelInfo:
     names = raw.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise ModelError(f"{files.folder / 'config.json'} names no architecture (key 'architectures')")
-    config = find_model_class(names[0]).read_config(raw)
+    family = find_model_class(names[0])
+    try:
+        config = family.read_config(raw)
+    except ModelError as error:
+        raise ModelError(f"{files.folder}: {error}") from error
     generation_path = files.folder / "generation_config.json"
     generation = read_json(generation_path) if generation_path.is_file() else {}
     # transformers stops at generation_config's ids if it states any, else at config's.
     eos = generation.get("eos_token_id") if generation.get("eos_token_id") is not None else raw.get("eos_token_id")
-    bos = raw.get("bos_token_id")
+    bos = _token_ids(raw.get("bos_token_id"), "bos_token_id", files.folder, config.vocab_size)
     return ModelInfo(
         name=files.name,
         path=str(files.folder),
@@ -51,9 +56,10 @@ def read_model_info(files: ModelFiles) -> ModelInfo:
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=_stored_dtype(raw),
-        eos_token_ids=_token_ids(eos, files.folder),
-        bos_token_id=bos if isinstance(bos, int) else None,
+        eos_token_ids=_token_ids(eos, "eos_token_id", files.folder, config.vocab_size),
+        bos_token_id=min(bos, default=None),
         sliding_window=config.sliding_window,
+        is_quantized=files.format == "gguf" and any(GGUFFile(path).is_quantized for path in files.weights),
     )
 
 
@@ -62,8 +68,8 @@ def _stored_dtype(raw: Mapping[str, Any]) -> str:
     return name if name in _DTYPES else "float32"
 
 
-def _token_ids(value: Any, folder: Path) -> frozenset[int]:
+def _token_ids(value: Any, key: str, folder: Path, vocab_size: int) -> frozenset[int]:
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
-        raise ModelError(f"{folder}: eos_token_id must be a token id or a list of them, got {value!r}")
+    if not all(isinstance(token, int) and not isinstance(token, bool) and 0 <= token < vocab_size for token in ids):
+        raise ModelError(f"{folder}: {key} must be a token id or a list of them, below vocab_size ({vocab_size}), got {value!r:.200}")
     return frozenset(ids)

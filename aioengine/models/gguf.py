@@ -2,7 +2,10 @@
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Constants and the less common block formats come from
 the `gguf` package; its `GGUFReader` is not used, because it builds an array object for every token of the vocabulary,
-which takes seconds. Every read is checked against the file's size, so a truncated file is an error that says where.
+which takes seconds.
+
+A file may come from anybody. Every read is checked against the file's size before it happens, no memory is taken for a count
+that the file merely states, and what is left after parsing is a header whose tensors lie in the file, apart from each other.
 """
 
 from __future__ import annotations
@@ -23,15 +26,21 @@ from aioengine.layers.weight_format import PackedRows
 from aioengine.models.dequantize import dequantize_into, plain_dtype
 
 Scalar = int | float | bool | str
-Value = Scalar | list[Scalar] | int
 
 # GGUF's architecture -> transformers' class and model type
 ARCHITECTURES: Mapping[str, str] = MappingProxyType({"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"})
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-_MAX_ITEMS = 1 << 24  # more metadata keys, tensors or array items than any real file has: the header is garbage
+# More than any real file has: the header is garbage.
+_MAX_KEYS = 1 << 16
+_MAX_TENSORS = 1 << 16
+_MAX_ARRAY_ITEMS = 1 << 22  # the largest vocabularies have 2^18 tokens and twice as many merges
+_MAX_STRING_BYTES = 1 << 24  # the longest are chat templates
+_MAX_NAME_BYTES = 1 << 12  # of keys and tensors
+_MIN_KEY_BYTES, _MIN_TENSOR_BYTES = 13, 32  # length, type and value; length, dimensions, size, type and offset
 _DEFAULT_ALIGNMENT = 32
+_ALIGNMENT_STEP = 8  # the format's rule; it also keeps every number at an address of its size
 _SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -52,6 +61,9 @@ _LAYER_NAMES = {
 ROPE_FACTORS = "rope_freqs.weight"
 
 
+_FLOAT_KINDS = frozenset({GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16})
+
+
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     name: str
@@ -62,9 +74,18 @@ class TensorInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class GGUFHeader:
-    """metadata: every scalar and every array of numbers; of an array of strings only its length."""
+class ArrayInfo:
+    """A metadata array, which is not kept: only the tokenizer's conversion needs its items."""
 
+    num_items: int
+    of_strings: bool
+
+
+Value = Scalar | ArrayInfo
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFHeader:
     path: Path
     metadata: Mapping[str, Value]
     tensors: tuple[TensorInfo, ...]
@@ -74,9 +95,17 @@ class GGUFHeader:
         return str(self.metadata["general.architecture"])
 
     def number(self, key: str) -> int | None:
-        """An integer under the architecture's prefix, such as "attention.head_count"; None if absent or an array."""
-        value = self.metadata.get(f"{self.architecture}.{key}")
-        return value if isinstance(value, int) else None
+        """A count under the architecture's prefix, such as "attention.head_count"; None if absent or an array.
+
+        Raises ModelError for a negative one.
+        """
+        name = f"{self.architecture}.{key}"
+        value = self.metadata.get(name)
+        if not isinstance(value, int) or isinstance(value, bool):
+            return None
+        if value < 0:
+            raise ModelError(f"{self.path}: {name} must not be negative, got {value}")
+        return value
 
 
 def split_files(path: Path) -> tuple[Path, ...]:
@@ -84,7 +113,9 @@ def split_files(path: Path) -> tuple[Path, ...]:
     match = _SPLIT.search(path.name)
     if match is None:
         return (path,)
-    total = int(match[2])
+    number, total = int(match[1]), int(match[2])
+    if not 1 <= number <= total:
+        raise ModelError(f"{path.name} names itself file {number} of {total}")
     files = tuple(path.with_name(f"{path.name[: match.start()]}-{i:05d}-of-{total:05d}.gguf") for i in range(1, total + 1))
     for file in files:
         if not file.is_file():
@@ -110,6 +141,11 @@ class GGUFFile:
         rows = info.shape[0] if len(info.shape) > 1 else 1
         return self._bytes[info.start : info.start + info.num_bytes].view(rows, -1)
 
+    @property
+    def is_quantized(self) -> bool:
+        """A matrix is stored in blocks of few bits."""
+        return any(len(info.shape) > 1 and info.kind not in _FLOAT_KINDS for info in self.header.tensors)
+
     def tensors(self) -> Iterator[GGUFTensor]:
         """Every weight, renamed. Raises ModelError for a tensor that no supported architecture has."""
         for info in self.header.tensors:
@@ -122,13 +158,17 @@ class GGUFFile:
         llama.cpp turns adjacent dimensions of a head (its architecture "llama"), transformers turns i with i + dim/2, so
         llama.cpp's converter interleaves the rows of queries and keys.
         """
-        if self.header.architecture != "llama":
-            return 0
         part = info.name.split(".")[-2]
+        if self.header.architecture != "llama" or part not in ("attn_q", "attn_k"):
+            return 0
         heads = self.header.number("attention.head_count") or 0
-        if part == "attn_q":
-            return heads
-        return (self.header.number("attention.head_count_kv") or heads) if part == "attn_k" else 0
+        if part == "attn_k":
+            heads = self.header.number("attention.head_count_kv") or heads
+        if heads and info.shape[0] % (2 * heads):
+            raise ModelError(
+                f"{self.header.path}: tensor {info.name!r} has {info.shape[0]} rows, which are not {heads} heads of an even size"
+            )
+        return heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +205,10 @@ class GGUFTensor:
         return _unpermute(rows, self.permuted_heads) if self.permuted_heads else rows
 
 
-def read_vector(file: GGUFFile, info: TensorInfo) -> torch.Tensor:
-    """A one-dimensional tensor as float32."""
+def read_vector(file: GGUFFile, info: TensorInfo, *, max_size: int) -> torch.Tensor:
+    """A one-dimensional tensor as float32. Raises ModelError for another shape or more than `max_size` numbers."""
+    if len(info.shape) != 1 or info.shape[0] > max_size:
+        raise ModelError(f"{file.header.path}: tensor {info.name!r} must be one row of at most {max_size}, got {list(info.shape)}")
     out = torch.empty(info.shape)
     dequantize_into(file.raw(info), info.kind, out.view(1, -1))
     return out
@@ -220,19 +262,25 @@ class _Cursor:
         assert isinstance(value, int | float | bool)
         return value
 
-    def count(self, code: str, what: str) -> int:
-        value = int(self.scalar(code))
-        if value > _MAX_ITEMS:
-            raise ModelError(f"{self.path} is damaged: {value} {what} at byte {self.at}")
+    def count(self, what: str, *, limit: int, item_bytes: int) -> int:
+        """How many items follow, each of at least `item_bytes`: checked before anybody loops or takes memory."""
+        value = int(self.scalar("Q"))
+        if value > limit:
+            raise ModelError(f"{self.path} is damaged: {value} {what} before byte {self.at}, the limit is {limit}")
+        if value * item_bytes > self.size - self.at:
+            raise ModelError(
+                f"{self.path} is truncated: {value} {what} take at least {value * item_bytes} bytes from byte {self.at} on, "
+                f"the file has {self.size}"
+            )
         return value
 
-    def string(self) -> str:
-        length = int(self.scalar("Q"))
+    def string(self, what: str, *, limit: int = _MAX_STRING_BYTES) -> str:
+        length = self.count(f"bytes of {what}", limit=limit, item_bytes=1)
         start = self.advance(length)
         try:
             return self.data[start : self.at].decode("utf-8")
         except UnicodeDecodeError as error:
-            raise ModelError(f"{self.path} is damaged: the string at byte {start} is not UTF-8") from error
+            raise ModelError(f"{self.path} is damaged: {what} at byte {start} is not UTF-8") from error
 
     def skip_strings(self, count: int) -> None:
         """A vocabulary: 50,000 to 250,000 strings that only the tokenizer's conversion needs."""
@@ -248,16 +296,19 @@ class _Cursor:
     def value(self) -> Value:
         kind = self.scalar("I")
         if kind == _STRING:
-            return self.string()
+            return self.string("a value")
         if kind != _ARRAY:
             return self.scalar(self._code(kind))
         item = self.scalar("I")
-        count = self.count("Q", "array items")
+        if item == _ARRAY:
+            raise ModelError(f"{self.path} is damaged: an array of arrays at byte {self.at}")
+        item_bytes = 8 if item == _STRING else struct.calcsize("<" + self._code(item))
+        count = self.count("array items", limit=_MAX_ARRAY_ITEMS, item_bytes=item_bytes)
         if item == _STRING:
             self.skip_strings(count)
-            return count
-        layout = struct.Struct(f"<{count}{self._code(item)}")
-        return list(layout.unpack_from(self.data, self.advance(layout.size)))
+        else:
+            self.advance(count * item_bytes)
+        return ArrayInfo(count, of_strings=item == _STRING)
 
     def _code(self, kind: float) -> str:
         code = _SCALARS.get(int(kind))
@@ -275,28 +326,51 @@ def _parse_header(path: Path, data: mmap.mmap) -> GGUFHeader:
     version = int(cursor.scalar("I"))
     if version not in (2, 3):
         raise ModelError(f"{path}: GGUF version {version} is not supported (2 and 3, little-endian, are)")
-    num_tensors, num_keys = cursor.count("Q", "tensors"), cursor.count("Q", "metadata keys")
+    num_tensors = cursor.count("tensors", limit=_MAX_TENSORS, item_bytes=_MIN_TENSOR_BYTES)
+    num_keys = cursor.count("metadata keys", limit=_MAX_KEYS, item_bytes=_MIN_KEY_BYTES)
     metadata: dict[str, Value] = {}
     for _ in range(num_keys):
-        key = cursor.string()
+        key = cursor.string("a metadata key", limit=_MAX_NAME_BYTES)
+        if key in metadata:
+            raise ModelError(f"{path} is damaged: the metadata key {key!r} appears twice")
         metadata[key] = cursor.value()
     if not isinstance(metadata.get("general.architecture"), str):
         raise ModelError(f"{path} does not name its architecture (general.architecture)")
     relative = [_read_info(cursor) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
-    if not isinstance(alignment, int) or alignment < 1:
-        raise ModelError(f"{path} is damaged: general.alignment is {alignment!r}")
+    if not isinstance(alignment, int) or isinstance(alignment, bool) or alignment < 1 or alignment % _ALIGNMENT_STEP:
+        raise ModelError(f"{path} is damaged: general.alignment must be a multiple of {_ALIGNMENT_STEP}, got {alignment!r}")
     start = -(-cursor.at // alignment) * alignment
-    tensors = tuple(_place(path, info, start, len(data)) for info in relative)
+    tensors = tuple(_place(path, info, start, len(data), alignment) for info in relative)
+    _check_apart(path, tensors)
     return GGUFHeader(path, MappingProxyType(metadata), tensors)
 
 
+def _check_apart(path: Path, tensors: tuple[TensorInfo, ...]) -> None:
+    """No name twice and no byte in two tensors: else a small file could pass for a large model."""
+    names: set[str] = set()
+    for info in tensors:
+        if info.name in names:
+            raise ModelError(f"{path} is damaged: tensor {info.name!r} appears twice")
+        names.add(info.name)
+    before: TensorInfo | None = None
+    for info in sorted(tensors, key=lambda info: info.start):
+        if before is not None and info.start < before.start + before.num_bytes:
+            raise ModelError(
+                f"{path} is damaged: tensor {info.name!r} starts at byte {info.start}, within {before.name!r}, "
+                f"which ends at byte {before.start + before.num_bytes}"
+            )
+        before = info
+
+
 def _read_info(cursor: _Cursor) -> TensorInfo:
-    name = cursor.string()
+    name = cursor.string("a tensor's name", limit=_MAX_NAME_BYTES)
     dimensions = int(cursor.scalar("I"))
     if not 1 <= dimensions <= 4:
         raise ModelError(f"{cursor.path} is damaged: tensor {name!r} has {dimensions} dimensions")
     shape = tuple(int(cursor.scalar("Q")) for _ in range(dimensions))[::-1]
+    if 0 in shape:
+        raise ModelError(f"{cursor.path} is damaged: tensor {name!r} has the empty shape {list(shape)}")
     number = int(cursor.scalar("I"))
     offset = int(cursor.scalar("Q"))
     try:
@@ -312,8 +386,10 @@ def _read_info(cursor: _Cursor) -> TensorInfo:
     return TensorInfo(name, shape, kind, offset, count // block_size * block_bytes)
 
 
-def _place(path: Path, info: TensorInfo, data_start: int, file_size: int) -> TensorInfo:
+def _place(path: Path, info: TensorInfo, data_start: int, file_size: int, alignment: int) -> TensorInfo:
     """Turn the offset from the data section's start into one from the file's, within the file."""
+    if info.start % alignment:
+        raise ModelError(f"{path} is damaged: tensor {info.name!r} has the offset {info.start}, not a multiple of {alignment}")
     start = data_start + info.start
     if start + info.num_bytes > file_size:
         raise ModelError(f"{path} is truncated: tensor {info.name!r} ends at byte {start + info.num_bytes}, the file has {file_size}")

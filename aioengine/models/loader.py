@@ -5,21 +5,24 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
 
 from aioengine.attention.base import AttentionBackend
-from aioengine.config import ModelInfo, Weights
+from aioengine.config import ModelInfo
 from aioengine.errors import ConfigError, ModelError
 from aioengine.layers.weight_format import StoredTensor
 from aioengine.models.base import CausalLM
 from aioengine.models.config import DecoderConfig
+from aioengine.models.decoder import DecoderForCausalLM
 from aioengine.models.files import ModelFiles
 from aioengine.models.gguf import GGUFFile
 from aioengine.models.json_file import read_json
 from aioengine.models.native_decoder import build_native, why_not_native
 from aioengine.models.registry import find_model_class
 from aioengine.models.safetensors import open_safetensors
+from aioengine.models.weights import check_sizes
 
 logger = logging.getLogger(__name__)
 
@@ -31,37 +34,52 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype,
     attention_backend: AttentionBackend,
-    weights: Weights = "dense",
+    weights: Literal["dense", "exact", "fast"] = "dense",
+    allow_dense: bool = False,
 ) -> CausalLM:
     """Build the model and read its weights, cast to `dtype`, onto `device`.
 
     weights: "dense" is the family's own class on PyTorch's kernels; the others as in `EngineConfig`.
+    allow_dense: take "dense", with a warning, where `weights` is not possible.
 
     Raises ConfigError if `weights` asks for what is not possible here.
     Raises ModelError, naming the model, for damaged files and for tensors that are missing, unknown or of another shape
     than config.json implies.
     """
     family = find_model_class(info.architecture)
-    config = family.read_config(read_json(files.folder / "config.json"))
-    native = _is_native(family, config, weights=weights, attention_backend=attention_backend, dtype=dtype, device=device)
+    config = _read_config(files, family)
+    native = _is_native(
+        family, config, weights=weights, allow_dense=allow_dense, attention_backend=attention_backend, dtype=dtype, device=device
+    )
     try:
+        tensors = list(_stored_tensors(files))  # not read yet
+        if issubclass(family, DecoderForCausalLM):
+            check_sizes(config, tensors)
         with torch.no_grad():
             if native:
                 model = build_native(config, attention_backend=attention_backend, fast=weights == "fast")
             else:
                 model = family.build(config, attention_backend=attention_backend, dtype=dtype, device=device)
             with _one_torch_thread():
-                model.load_weights(_stored_tensors(files))
+                model.load_weights(tensors)
     except ModelError as error:
         raise ModelError(f"cannot load {files.name}: {error}") from error
     return model.eval()
+
+
+def _read_config(files: ModelFiles, family: type[CausalLM]) -> DecoderConfig:
+    try:
+        return family.read_config(read_json(files.folder / "config.json"))
+    except ModelError as error:
+        raise ModelError(f"cannot load {files.name}: {error}") from error
 
 
 def _is_native(
     family: type[CausalLM],
     config: DecoderConfig,
     *,
-    weights: Weights,
+    weights: str,
+    allow_dense: bool,
     attention_backend: AttentionBackend,
     dtype: torch.dtype,
     device: torch.device,
@@ -72,7 +90,7 @@ def _is_native(
     reason = why_not_native(family, config, backend=attention_backend, dtype=dtype, device=device)
     if reason is None:
         return True
-    if weights != "auto":
+    if not allow_dense:
         raise ConfigError(f'weights="{weights}" is not possible here: {reason}')
     logger.warning("the model runs on PyTorch's kernels, which are several times slower on a CPU: %s", reason)
     return False

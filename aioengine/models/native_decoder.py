@@ -167,7 +167,9 @@ class NativeDecoderForCausalLM(CausalLM):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         assert self._head is not None, "load_weights() comes first"
-        return self._kernels.linear(hidden.contiguous(), self._head, fast=self.fast)
+        # Exact in fast mode too: its rounding goes straight into the choice of the token (on the built-in model half of
+        # what greedy output loses), and it is only computed where a token is sampled.
+        return self._kernels.linear(hidden.contiguous(), self._head, fast=False)
 
 
 class _Checkpoint:
@@ -193,8 +195,9 @@ class _Checkpoint:
 
     def vector(self, name: str, size: int) -> torch.Tensor:
         """[size] float32."""
+        stored = self._take(name, (size,))  # its shape is right before memory is taken
         out = torch.empty(size)
-        self._take(name, (size,)).read_into(out)
+        stored.read_into(out)
         return out
 
     def bias(self, parts: Sequence[tuple[str, int]]) -> torch.Tensor:

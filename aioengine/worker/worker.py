@@ -16,6 +16,7 @@ from aioengine.outputs import ModelRunnerOutput
 from aioengine.worker.async_output import AsyncOutput
 from aioengine.worker.device import create_device
 from aioengine.worker.model_runner import ModelRunner
+from aioengine.worker.sample.logits_processor import find_logits_processors
 
 if TYPE_CHECKING:
     from aioengine.executor.base import GrammarOutput
@@ -37,6 +38,7 @@ class Worker:
         self._files = files
         self.device = create_device(config.worker)
         self.device.set_up_thread()
+        find_logits_processors(config.worker.logits_processors)  # a wrong name is found before the weights are read
         self._dtype = _DTYPES[config.worker.dtype]
         self._backend: AttentionBackend = select_attention_backend(
             config.worker.attention_backend, _attention_config(config, self._dtype), self.device.torch_device
@@ -62,6 +64,7 @@ class Worker:
             dtype=self._dtype,
             attention_backend=self._backend,
             weights=self.config.worker.weights,
+            allow_dense=self.config.worker.allow_dense,
         )
         if self._model.runs_own_threads:
             # What is left to PyTorch is small, and its threads would fight the model's for the cores.

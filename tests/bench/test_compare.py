@@ -14,6 +14,7 @@ import pytest
 
 from aioengine.errors import ConfigError
 from aioengine_bench import compare as compare_module
+from aioengine_bench import peers as peers_module
 from aioengine_bench.compare import CompareSettings, agreement, compare, host_cost_rows, median_turn, turn_requests
 from aioengine_bench.peer_process import PeerFailedError, PeerProcess
 from aioengine_bench.peers import PEERS, RUNNERS, Peer, find_contestant, requirements, runner_path
@@ -85,7 +86,7 @@ def three_peers(runner: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours, one that agrees with it, one that does not."""
     names = ("aioengine", "vllm", "odd")
     peers = {name: Peer(name, "runner.py", name, own=True) for name in names}
-    monkeypatch.setattr(compare_module, "find_peer", lambda name: peers[name])
+    monkeypatch.setattr(peers_module, "PEERS", peers)
     monkeypatch.setattr(compare_module, "PEERS", peers)
     monkeypatch.setattr(compare_module, "runner_path", lambda script: runner)
     monkeypatch.setattr(compare_module, "_runner_settings", lambda settings, workload: {})
