@@ -20,6 +20,8 @@ if TYPE_CHECKING:
         EngineOverloadedError,
         InvalidRequestError,
         ModelError,
+        RequestTimeoutError,
+        StepTimeoutError,
     )
     from aioengine.events.step_event import StepEvent, StepResultEvent
     from aioengine.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -37,10 +39,12 @@ _MODULES = {
     "ModelError": "aioengine.errors",
     "RequestMetrics": "aioengine.outputs",
     "RequestOutput": "aioengine.outputs",
+    "RequestTimeoutError": "aioengine.errors",
     "SamplingParams": "aioengine.sampling_params",
     "SchedulerOutput": "aioengine.core.scheduler_output",
     "StepEvent": "aioengine.events.step_event",
     "StepResultEvent": "aioengine.events.step_event",
+    "StepTimeoutError": "aioengine.errors",
 }
 
 __all__ = [
@@ -55,10 +59,12 @@ __all__ = [
     "ModelError",
     "RequestMetrics",
     "RequestOutput",
+    "RequestTimeoutError",
     "SamplingParams",
     "SchedulerOutput",
     "StepEvent",
     "StepResultEvent",
+    "StepTimeoutError",
 ]
 __version__ = "0.1.0"
 

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from aioengine import __version__
 from aioengine.commands import options
 from aioengine.commands.bench import add_bench
+from aioengine.commands.structured_output_options import add_structured_output_options
 from aioengine.errors import AioEngineError
 
 EXIT_FAILURE = 1
@@ -105,6 +106,7 @@ def _add_generate(commands: argparse._SubParsersAction[_Parser]) -> None:
 examples:
   aioengine generate "What is the capital of France?"
   aioengine generate --raw --temperature 0.8 --seed 1 "Once upon a time"
+  aioengine generate --n 3 --temperature 0.8 --presence-penalty 0.5 "Name a fruit."
   git diff | aioengine generate --system "Describe this change." --max-tokens 64 -
 """,
     )
@@ -116,9 +118,11 @@ examples:
     )
     template.add_argument("--raw", dest="chat", action="store_false", help="take PROMPT as it is")
     parser.add_argument("--system", metavar="TEXT", help="system message of the chat")
+    parser.add_argument("--n", type=int, metavar="N", default=1, help="continuations to generate, at once (default: 1)")
     parser.add_argument("--stats", action="store_true", help="print sizes, latency and speed to stderr at the end")
     options.add_run_options(parser)
     options.add_sampling_options(parser, max_tokens=256, temperature=0.0)
+    add_structured_output_options(parser)
     options.add_engine_options(parser)
     parser.set_defaults(handler=_generate, parser=parser)
 

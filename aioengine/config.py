@@ -151,10 +151,13 @@ class EngineConfig:
     logprobs_mode: what `logprobs` report. raw: before penalties, masks and temperature; processed: after them.
         ..._logprobs: log-probabilities; ..._logits: the logits themselves.
     logits_processors: "module:name" of batch-level logits processors (see aioengine/worker/sample/logits_processor.py).
-    num_speculative_tokens: guess that many tokens ahead by n-gram look-up, and check them in one step; 0: off. Steps do not
-        overlap then. prompt_lookup_min, prompt_lookup_max: the shortest and the longest n-gram that is looked up.
-    max_num_queued_reqs, max_num_queued_tokens: with that many waiting, new requests get EngineOverloadedError. None: no limit.
-    step_timeout_s: a step that takes longer ends the engine, with a message that says which. None: wait for ever.
+    num_speculative_tokens: guess up to that many tokens ahead by n-gram look-up, and check them in one step; 0: off. The output
+        stays the same; it pays for text that repeats itself (see aioengine/core/ngram_proposer.py). On the CPU only, and steps
+        do not overlap then. prompt_lookup_min, prompt_lookup_max: the shortest and the longest n-gram that is looked up.
+    max_num_queued_reqs, max_num_queued_tokens: more than that may not wait; a new request that would gets
+        EngineOverloadedError. A request counts n times, and waits at least until the next step is scheduled. None: no limit.
+    step_timeout_s: a step that takes longer ends the engine, with a message that says which. Time counts while the worker
+        has the step, compiling kernels in the first steps included. None: wait for ever.
     """
 
     model: str = "smollm2"

@@ -23,5 +23,13 @@ class EngineOverloadedError(AioEngineError):
     """The engine refuses a request because its queue is full. Retrying later can succeed."""
 
 
+class RequestTimeoutError(AioEngineError, TimeoutError):
+    """A request did not end within the `timeout` of its `generate()`; it was aborted. Other requests are not affected."""
+
+
+class StepTimeoutError(AioEngineError, TimeoutError):
+    """A step did not come back from the worker within `step_timeout_s`. The engine dies of it: the cause of an EngineDeadError."""
+
+
 class EngineDeadError(AioEngineError):
     """The engine stopped, by `shutdown()` or because a step failed; `__cause__` holds the failure if there was one."""

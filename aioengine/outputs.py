@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -77,12 +77,64 @@ class RequestMetrics:
         return None if self.first_token_time is None else self.first_token_time - self.queued_time
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionOutput:
-    """One continuation of the prompt, as far as it has got.
+class CompletionHistory:
+    """What one continuation has produced. It is only ever appended to, so an output can be a length instead of a copy.
 
-    `text`, `token_ids` and `logprobs` are everything so far; `text_delta` is what came since the last output that the
-    consumer received, so the deltas of a stream add up to the final `text`.
+    Copying everything so far for every output would make a stream of n tokens cost n^2.
+    """
+
+    __slots__ = ("_joined", "logprobs", "pieces", "token_ids")
+
+    def __init__(self, *, with_logprobs: bool) -> None:
+        self.pieces: list[str] = []  # add up to the text
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] | None = [] if with_logprobs else None
+        self._joined = (0, "")  # a number of pieces and their text; replaced as a whole, as outputs may be read in any thread
+
+    def text(self, num_pieces: int) -> str:
+        """The text of the first pieces; costs what has been added since it was last asked for, and one copy."""
+        num_joined, text = self._joined
+        if num_pieces < num_joined:
+            return "".join(self.pieces[:num_pieces])
+        if num_pieces > num_joined:
+            text += "".join(self.pieces[num_joined:num_pieces])
+            self._joined = (num_pieces, text)
+        return text
+
+
+class _Excerpt(NamedTuple):
+    """The beginning of a history that an output stands for."""
+
+    history: CompletionHistory
+    num_pieces: int
+    num_tokens: int
+
+    def read(self, name: str) -> object:
+        if name == "text":
+            return self.history.text(self.num_pieces)
+        if name == "token_ids":
+            return self.history.token_ids[: self.num_tokens]
+        logprobs = self.history.logprobs
+        return None if logprobs is None else logprobs[: self.num_tokens]
+
+
+class _MadeOnDemand:
+    __slots__ = ("_excerpt",)  # not a field: it is no part of what an output says
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput(_MadeOnDemand):
+    """One continuation of the prompt. It never changes: what comes later is in later outputs.
+
+    With RequestOutputKind.DELTA `text`, `token_ids` and `logprobs` are what came since the output before (all of them
+    add up to the final output of the other kinds), else everything so far. `text_delta` is what came since the last
+    output that the consumer received, whatever the kind.
+
+    A token id, and its entry of `logprobs`, come in the output with the last character of their text: later than they
+    were sampled if bytes of a character are missing, or if the text may turn out to be the beginning of a stop string.
+    What is held back comes with the end of the request.
+
+    error: with finish_reason "error" what went wrong.
     """
 
     index: int
@@ -92,19 +144,56 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    error: str | None = None
+
+    @classmethod
+    def from_history(
+        cls,
+        index: int,
+        history: CompletionHistory,
+        text_delta: str,
+        finish_reason: FinishReason | None,
+        stop_reason: int | str | None,
+        error: str | None,
+    ) -> CompletionOutput:
+        """Everything that is in `history` now; `text`, `token_ids` and `logprobs` are made when they are first read."""
+        output = object.__new__(cls)
+        _set(output, "_excerpt", _Excerpt(history, len(history.pieces), len(history.token_ids)))
+        _set(output, "index", index)
+        _set(output, "text_delta", text_delta)
+        _set(output, "finish_reason", finish_reason)
+        _set(output, "stop_reason", stop_reason)
+        _set(output, "error", error)
+        return output
+
+    if not TYPE_CHECKING:  # a type checker would take any attribute for granted
+
+        def __getattr__(self, name):
+            # Python asks here for slots that were not filled.
+            if name not in ("text", "token_ids", "logprobs"):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            value = self._excerpt.read(name)
+            _set(self, name, value)
+            return value
 
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 
 
+_set = object.__setattr__  # what a frozen dataclass itself uses to fill its fields
+
+
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The state of one request, handed to the user each time something new has arrived."""
+    """The state of one request, handed to the user each time something new has arrived.
+
+    `text`, `token_ids` and the like are those of the first continuation; with n > 1 see `outputs`.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
+    outputs: list[CompletionOutput]  # n of them, by index, also those that have nothing new
     metrics: RequestMetrics
     num_cached_tokens: int = 0
     prompt: str | None = None  # the text that was tokenised, if the prompt was given as text or messages
@@ -113,7 +202,7 @@ class RequestOutput:
 
     @property
     def finished(self) -> bool:
-        return all(output.finished for output in self.outputs)
+        return None not in [output.finish_reason for output in self.outputs]  # quicker than all(), and it is asked often
 
     @property
     def text(self) -> str:

@@ -47,6 +47,8 @@ class Request:
     - `num_tokens`: prompt and output tokens that are known.
     - `num_output_placeholders`: tokens that a step in flight samples, so they will be known but are not yet.
     - `num_computed_tokens`: tokens whose KV is written, or will be by a step in flight. `schedule()` advances it.
+    - `spec_token_ids`: guesses at the tokens after the known ones, while a step in flight checks them. They are counted as
+      computed at once; when the step is back, those that were wrong are taken off again.
 
     A request has work to do while `num_computed_tokens < num_tokens + num_output_placeholders`; there is no other
     notion of phase. `max_tokens` in `sampling_params` is already a number here (the input processor resolved it).
@@ -75,6 +77,7 @@ class Request:
         "priority",
         "request_id",
         "sampling_params",
+        "spec_token_ids",
         "status",
         "stop_reason",
     )
@@ -88,6 +91,7 @@ class Request:
         arrival_time: float = 0.0,
         priority: int = 0,
         cache_salt: str | None = None,
+        block_hashes: Sequence[bytes] = (),  # of the prompt's first blocks, where they are known already
     ) -> None:
         assert sampling_params.max_tokens is not None, "the input processor resolves max_tokens"
         self.request_id = request_id
@@ -103,6 +107,7 @@ class Request:
         self.num_prompt_tokens = self.num_tokens = len(self.all_token_ids)
         self.num_computed_tokens = 0
         self.num_output_placeholders = 0
+        self.spec_token_ids: list[int] = []  # replaced, never changed: the step's output holds the same list
         self.num_cached_tokens = -1  # prompt tokens that the prefix cache served; -1 until first scheduled
         self.num_preemptions = 0
         # Set by the scheduler: orders requests of equal priority; the length, and the tokens, that can end it.
@@ -112,12 +117,17 @@ class Request:
 
         # Kept by the KVCacheManager: one list a KV-cache group; the hashes of the full blocks; how many are registered.
         self.block_ids: tuple[list[int], ...] = ([],)
-        self.block_hashes: list[bytes] = []
+        self.block_hashes: list[bytes] = list(block_hashes)
         self.num_cached_blocks = 0
 
     @property
     def num_output_tokens(self) -> int:
         return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def num_tokens_with_spec(self) -> int:
+        """The known tokens, and the guesses that a step in flight checks."""
+        return self.num_tokens + len(self.spec_token_ids)
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -142,5 +152,5 @@ class Request:
     def __repr__(self) -> str:
         return (
             f"Request({self.request_id!r}, {self.status.name}, prompt={self.num_prompt_tokens}, output={self.num_output_tokens}, "
-            f"computed={self.num_computed_tokens}, placeholders={self.num_output_placeholders})"
+            f"computed={self.num_computed_tokens}, placeholders={self.num_output_placeholders}, guesses={len(self.spec_token_ids)})"
         )

@@ -49,7 +49,8 @@ class RequestOutputKind(enum.Enum):
 class StructuredOutputsParams:
     """What the text of the output has to match: exactly one of the first five fields.
 
-    json: a JSON schema, as a dict or as its text. regex: the whole output matches it. choice: one of these strings.
+    json: a JSON schema, as a dict or as its text. regex: the whole output matches it; the syntax is that of Rust's regex
+        crate (no look-around, no back references), and \\d is [0-9]. choice: one of these strings.
     grammar: a context-free grammar in Lark's notation. json_object: any JSON object.
     disable_any_whitespace: JSON without white space between its tokens.
 
@@ -111,7 +112,8 @@ class SamplingParams:
     detokenize: False leaves `text` empty, and rules out `stop`.
     output_kind: what each output of a stream holds.
     truncate_prompt_tokens: keep only that many of the last tokens of the prompt; -1: as many as the model can take.
-    structured_outputs: what the text must match.
+    structured_outputs: what the text must match, unless `max_tokens` or a stop cuts it off. Once nothing can be added the
+        model's end-of-sequence token ends it, also before `min_tokens`; with `ignore_eos` that token is repeated.
     extra_args: for custom logits processors; the engine only passes them on.
 
     Raises InvalidRequestError naming the parameter, its value and the limit.

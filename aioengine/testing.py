@@ -14,7 +14,7 @@ import time
 import zlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from aioengine.core.scheduler import Scheduler
 from aioengine.core.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from aioengine.errors import EngineDeadError
 from aioengine.executor.base import GrammarOutput
+from aioengine.executor.worker_thread import WorkerThread
 from aioengine.outputs import Logprob, ModelRunnerOutput, TokenLogprobs, WorkerTiming
 from aioengine.request import Request
 from aioengine.sampling_params import SamplingParams
@@ -68,6 +69,10 @@ class FakeTokenizer:
             for token_id in token_ids
         ]
         return b"".join(parts).decode(errors="replace")
+
+    def token_bytes(self) -> list[bytes]:
+        """What each token id stands for in a text, for structured outputs."""
+        return [bytes([token_id]) if token_id < 256 else _SPECIAL_TOKENS[token_id].encode() for token_id in range(_VOCAB_SIZE)]
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
         """ "<bos><|user|>Hi<eos><|assistant|>"; raises ValueError for an unknown role, as real templates do."""
@@ -167,17 +172,34 @@ class _WorkerRequest:
     block_ids: list[int]
     num_computed_tokens: int = 0
     has_slot: bool = True
+    num_prompt_logprobs: int = 1  # prompt tokens whose logprobs were reported; nothing comes before the first
 
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
         self.digests.append(hash((self.digests[-1] if self.digests else 0, token_id)))
+
+    def digests_with(self, guesses: Sequence[int]) -> list[int]:
+        """The digests of the tokens, and of guesses behind them."""
+        digests = self.digests.copy() if guesses else self.digests
+        for token_id in guesses:
+            digests.append(hash((digests[-1], token_id)))
+        return digests
 
 
 @dataclass(frozen=True, slots=True)
 class _Fault:
     step_id: int
     phase: Phase
-    exception: BaseException | None  # None: hang
+    exception: BaseException | None
+    hang_until: threading.Event | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _RequestFault:
+    """A request whose logits cannot be sampled from."""
+
+    num_output_tokens: int
+    cause: str
 
 
 @dataclass(slots=True)
@@ -187,8 +209,10 @@ class _Executed:
     step_id: int
     req_ids: list[str]
     samples: set[str]
+    guesses: dict[str, list[int]]
     execute_start: float
     execute_end: float
+    prompt_logprobs: dict[str, list[TokenLogprobs]]
 
 
 class FakeExecutor:
@@ -226,28 +250,47 @@ class FakeExecutor:
         self._executed: list[_Executed] = []
         self._last_step_id = 0
         self._faults: list[_Fault] = []
+        self._request_faults: dict[str, _RequestFault] = {}
         self._released = threading.Event()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="fake-worker")
+        self._unstuck = threading.Event()
+        self._thread = WorkerThread("fake-worker")
 
     # ------------------------------------------------------------------ faults
     def fail_at(self, step_id: int, *, phase: Phase = "execute", exception: BaseException | None = None) -> None:
         """Make a step raise; both of its futures fail if it is in "execute"."""
         self._faults.append(_Fault(step_id, phase, exception or RuntimeError(f"injected failure in step {step_id}")))
 
-    def hang_at(self, step_id: int, *, phase: Phase = "execute") -> None:
-        """Make a step wait until `release()` or `shutdown()`."""
-        self._faults.append(_Fault(step_id, phase, None))
+    def hang_at(self, step_id: int, *, phase: Phase = "execute", through_shutdown: bool = False) -> None:
+        """Make a step wait until `release()` or `shutdown()`.
+
+        through_shutdown: until `release()` only, as a device does that never answers; `shutdown()` then waits for the step.
+        """
+        self._faults.append(_Fault(step_id, phase, None, self._unstuck if through_shutdown else self._released))
+
+    def fail_request(self, request_id: str, *, num_output_tokens: int = 0, cause: str = "its logits are NaN") -> None:
+        """Make the sampling of a request fail, and of no other, once it has that many output tokens.
+
+        request_id: as the scheduler knows it: the user's, unless that was in use just before.
+        """
+        self._request_faults[request_id] = _RequestFault(num_output_tokens, cause)
 
     def release(self) -> None:
         """Let hanging steps go on."""
         self._released.set()
+        self._unstuck.set()
 
     def _meet_fault(self, step_id: int, phase: Phase) -> None:
         for fault in self._faults:
             if (fault.step_id, fault.phase) == (step_id, phase):
                 if fault.exception is not None:
                     raise fault.exception
-                self._released.wait()
+                assert fault.hang_until is not None
+                fault.hang_until.wait()
+
+    def _fails(self, req_id: str, request: _WorkerRequest) -> str | None:
+        fault = self._request_faults.get(req_id)
+        num_output_tokens = len(request.token_ids) - request.num_prompt_tokens
+        return fault.cause if fault is not None and num_output_tokens >= fault.num_output_tokens else None
 
     # ------------------------------------------------------------------ what a test may look at
     @property
@@ -273,7 +316,7 @@ class FakeExecutor:
         return self._thread.submit(self._execute, scheduler_output)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> Future[ModelRunnerOutput]:
-        return self._thread.submit(self._sample)
+        return self._thread.submit(self._sample, grammar_output)
 
     def collective_rpc(self, method: Callable[..., Any] | str, *args: Any) -> Future[list[Any]]:
         call = getattr(self, method) if isinstance(method, str) else partial(method, self)
@@ -286,7 +329,7 @@ class FakeExecutor:
     def shutdown(self) -> None:
         self.is_shut_down = True
         self._released.set()
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._thread.shutdown()
 
     # ------------------------------------------------------------------ the worker thread
     def _initialize_kv_cache(self, num_blocks: int) -> None:
@@ -304,7 +347,22 @@ class FakeExecutor:
         if self.forward_s and not output.is_cleanup_only:
             time.sleep(self.forward_s)
         req_ids = list(output.num_scheduled_tokens)
-        self._executed.append(_Executed(output.step_id, req_ids, samples, execute_start, time.perf_counter()))
+        guesses = output.scheduled_spec_decode_tokens
+        prompt_logprobs = self._take_prompt_logprobs(output)
+        self._executed.append(_Executed(output.step_id, req_ids, samples, guesses, execute_start, time.perf_counter(), prompt_logprobs))
+
+    def _take_prompt_logprobs(self, output: SchedulerOutput) -> dict[str, list[TokenLogprobs]]:
+        """Of the prompt tokens whose logits this step has computed, if they were not reported before."""
+        taken = {}
+        for req_id, num_tokens in output.num_scheduled_tokens.items():
+            request = self._requests[req_id]
+            start, end = request.num_prompt_logprobs, min(request.num_computed_tokens + 1, request.num_prompt_tokens)
+            if request.sampling_params.prompt_logprobs is None or start >= end:
+                continue
+            _expect(request.num_computed_tokens - num_tokens < start, f"{req_id!r} skips prompt positions whose logprobs it wants")
+            taken[req_id] = [self._make_logprobs(t, request.sampling_params.prompt_logprobs) for t in request.token_ids[start:end]]
+            request.num_prompt_logprobs = end
+        return taken
 
     def _update_states(self, output: SchedulerOutput) -> None:
         for req_id in output.finished_req_ids:
@@ -361,55 +419,97 @@ class FakeExecutor:
             end = start + num_tokens
             table = request.block_ids
             _expect(num_tokens > 0, f"{req_id!r} is scheduled with {num_tokens} tokens")
-            _expect(end <= len(request.token_ids), f"{req_id!r} is scheduled up to {end} and has {len(request.token_ids)} tokens")
+            digests = request.digests_with(output.scheduled_spec_decode_tokens.get(req_id, ()))
+            _expect(end <= len(digests), f"{req_id!r} is scheduled up to {end} and has {len(digests)} tokens")
             _expect(end <= len(table) * self.block_size, f"{req_id!r} needs {end} slots and has {len(table)} blocks")
             _expect(len(set(table)) == len(table), f"{req_id!r} has a block twice: {table}")
             _expect(all(0 < b < self.num_blocks for b in table), f"{req_id!r} has a block that cannot be: {table}")
             for position in range(start, end):
-                self._kv_cache[table[position // self.block_size]][position % self.block_size] = request.digests[position]
+                self._kv_cache[table[position // self.block_size]][position % self.block_size] = digests[position]
             request.num_computed_tokens = end
         samples = set()
         for req_id in output.num_scheduled_tokens:
             request = self._requests[req_id]
+            digests = request.digests_with(output.scheduled_spec_decode_tokens.get(req_id, ()))
             for position in range(request.num_computed_tokens):
                 block_id = request.block_ids[position // self.block_size]
                 held = self._kv_cache[block_id][position % self.block_size]
-                _expect(held == request.digests[position], f"block {block_id} does not hold position {position} of {req_id!r}")
-            if request.num_computed_tokens == len(request.token_ids):
+                _expect(held == digests[position], f"block {block_id} does not hold position {position} of {req_id!r}")
+            if request.num_computed_tokens == len(digests):
                 samples.add(req_id)
         return samples
 
-    def _sample(self) -> ModelRunnerOutput:
+    def _sample(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
         sample_start = time.perf_counter()
         _expect(bool(self._executed), "there is no executed step to sample from")
         step = self._executed.pop(0)
         self._meet_fault(step.step_id, "sample")
         sampled: list[list[int]] = []
         logprobs: dict[str, list[TokenLogprobs]] = {}
+        failed: dict[str, str] = {}
+        bitmasks = grammar_output.bitmasks if grammar_output is not None else {}
         for req_id in step.req_ids:
             request = self._requests[req_id]
             if req_id not in step.samples:
                 sampled.append([])
                 continue
-            token_id = self._pick(request)
-            request.append(token_id)
-            sampled.append([token_id])
+            token_ids, cause = self._sample_request(req_id, request, step.guesses.get(req_id, ()), bitmasks.get(req_id))
+            if cause is not None:
+                failed[req_id] = cause
+                sampled.append([])
+                continue
+            sampled.append(token_ids)
             if (num_logprobs := request.sampling_params.logprobs) is not None:
-                others = [(token_id + 1 + offset) % self.model_info.vocab_size for offset in range(max(0, num_logprobs - 1))]
-                logprobs[req_id] = [{token: Logprob(-0.5 - rank, rank + 1) for rank, token in enumerate([token_id, *others])}]
+                logprobs[req_id] = [self._make_logprobs(token_id, num_logprobs) for token_id in token_ids]
         timing = WorkerTiming(step.execute_start, step.execute_end, sample_start, time.perf_counter())
         return ModelRunnerOutput(
-            step.req_ids, {req_id: index for index, req_id in enumerate(step.req_ids)}, sampled, logprobs=logprobs, timing=timing
+            step.req_ids,
+            {req_id: index for index, req_id in enumerate(step.req_ids)},
+            sampled,
+            logprobs=logprobs,
+            timing=timing,
+            prompt_logprobs=step.prompt_logprobs,
+            failed_req_ids=failed,
         )
 
-    def _pick(self, request: _WorkerRequest) -> int:
+    def _sample_request(
+        self, req_id: str, request: _WorkerRequest, guesses: Sequence[int], bitmask: bytes | None
+    ) -> tuple[list[int], str | None]:
+        """The tokens up to the first that is not its guess, and why this request fails, if it does."""
+        token_ids: list[int] = []
+        cause = None
+        for guess in [*guesses, None]:
+            cause = self._fails(req_id, request)
+            token_ids.append(self._pick(request, bitmask))
+            request.append(token_ids[-1])  # also of a failed one: a step that is already planned goes on from it
+            if cause is not None or token_ids[-1] != guess:
+                break
+        if guesses and request.has_slot:
+            request.num_computed_tokens = len(request.token_ids) - 1  # behind wrong guesses the step is undone
+        return token_ids, cause
+
+    def _make_logprobs(self, token_id: int, num_logprobs: int) -> TokenLogprobs:
+        others = [(token_id + 1 + offset) % self.model_info.vocab_size for offset in range(max(0, num_logprobs - 1))]
+        return {token: Logprob(-0.5 - rank, rank + 1) for rank, token in enumerate([token_id, *others])}
+
+    def _pick(self, request: _WorkerRequest, bitmask: bytes | None) -> int:
         params = request.sampling_params
         token_id = self._next_token(request.token_ids, request.num_prompt_tokens, params)
+        if bitmask is not None:
+            return self._next_allowed(token_id, bitmask)
         if len(request.token_ids) - request.num_prompt_tokens < params.min_tokens:
             masked = self.model_info.eos_token_ids | set(params.stop_token_ids)
             while token_id in masked:
                 token_id = (token_id + 1) % self.model_info.vocab_size
         return token_id
+
+    def _next_allowed(self, token_id: int, bitmask: bytes) -> int:
+        """The first token from `token_id` on, and around, that the grammar allows."""
+        for offset in range(self.model_info.vocab_size):
+            candidate = (token_id + offset) % self.model_info.vocab_size
+            if bitmask[candidate // 8] >> candidate % 8 & 1:
+                return candidate
+        raise ContractError("a bitmask allows no token")
 
 
 def _expect(condition: bool, message: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -59,6 +60,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--weights", default="exact")
     parser.add_argument("--guesses", type=int, nargs="+", default=[0, 4, 8])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=3)
@@ -81,7 +83,14 @@ async def answer(engine: AsyncEngine, text: str, *, batch: int, params: Sampling
 async def main() -> None:
     args = parse_arguments()
     engines = {
-        guesses: AsyncEngine(args.model, weights=args.weights, max_model_len=2048, num_speculative_tokens=guesses, enable_prefix_caching=False)
+        guesses: AsyncEngine(
+            args.model,
+            weights=args.weights,
+            max_model_len=2048,
+            enable_prefix_caching=False,
+            num_speculative_tokens=guesses,
+            num_threads=args.threads,  # a number: "all" is what the first engine of a process leaves to the others
+        )
         for guesses in args.guesses
     }
     params = SamplingParams(temperature=args.temperature, seed=1, max_tokens=args.max_tokens, ignore_eos=True)
@@ -98,10 +107,12 @@ async def main() -> None:
             base = measured[args.guesses[0]]
             for guesses, m in measured.items():
                 rate = statistics.median(m.rates)
-                accepted = f"{m.num_accepted_tokens / m.num_draft_tokens:>6.0%} {m.num_draft_tokens:>6}" if m.num_draft_tokens else f"{'-':>6} {'-':>6}"
+                share = f"{m.num_accepted_tokens / m.num_draft_tokens:.0%}" if m.num_draft_tokens else "-"
                 gain = rate / statistics.median(base.rates)
                 same = "yes" if m.token_ids == base.token_ids else "NO"
-                print(f"{name:<20} {batch:>5} {guesses:>7} {rate:>9.1f} {gain:>5.2f}x {accepted}  {same}", flush=True)
+                print(
+                    f"{name:<20} {batch:>5} {guesses:>7} {rate:>9.1f} {gain:>5.2f}x {share:>6} {m.num_draft_tokens:>6}  {same}", flush=True
+                )
     for engine in engines.values():
         await engine.shutdown()
 

@@ -29,7 +29,8 @@ ALLOWED: dict[str, set[str]] = {
     "executor.base": BASE | {"core"},  # the contract, which the worker's side knows too
     "worker": MODEL_SIDE | {"models", "executor.base"},
     "executor": MODEL_SIDE | {"models", "worker", "executor.base"},
-    "engine": MODEL_SIDE | {"models", "worker", "executor", "executor.base", "events", "package"},
+    "structured_output": BASE,
+    "engine": MODEL_SIDE | {"models", "worker", "executor", "executor.base", "structured_output", "events", "package"},
     "testing": MODEL_SIDE | {"models", "worker", "executor", "executor.base", "events", "engine"},
     "package": BASE | {"core", "events", "engine"},  # aioengine/__init__.py: lazy, so the names are only for type checkers
     "commands": BASE | {"core", "events", "kernels", "models", "engine", "package", "bench", "tui"},

@@ -2,6 +2,7 @@
 
 The engine runs on an event loop in a thread of its own and the main thread reads the keyboard, so that line editing and
 Ctrl-C behave as in any other terminal program: Ctrl-C while the model answers stops the answer, and nothing else.
+SIGTERM leaves after the answer that is being generated.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
 
 from aioengine.commands.runtime import (
@@ -26,6 +27,7 @@ from aioengine.commands.runtime import (
     status,
     use_color,
 )
+from aioengine.commands.termination import EXIT_TERMINATED, signals_handled_by
 from aioengine.config import EngineConfig
 from aioengine.engine.async_engine import AsyncEngine
 from aioengine.engine.publishing import PublishOptions
@@ -81,6 +83,8 @@ class Conversation:
         self._system: list[Message] = [{"role": "system", "content": settings.system}] if settings.system is not None else []
         self.messages: list[Message] = []
         self._task: asyncio.Task[None] | None = None  # of the answer that is being generated
+        self._is_answering = False
+        self.is_over = False  # after the answer at hand
 
     def reset(self) -> None:
         self.messages.clear()
@@ -92,6 +96,7 @@ class Conversation:
         InvalidRequestError if the conversation no longer fits; the conversation is then as it was before.
         """
         self.messages.append({"role": "user", "content": text})
+        self._is_answering = True
         arrived: queue.SimpleQueue[RequestOutput | None] = queue.SimpleQueue()
         answer = self._loop.submit(self._generate(arrived))
         last: RequestOutput | None = None
@@ -106,9 +111,19 @@ class Conversation:
         except BaseException:
             self.messages.pop()
             raise
+        finally:
+            self._is_answering = False
         sys.stdout.write("\n")
         self.messages.append({"role": "assistant", "content": last.text if last is not None else ""})
         return last
+
+    def on_sigterm(self, signum: int, frame: FrameType | None) -> None:
+        """Let an answer that is being generated come to its end; without one, or the second time, leave at once."""
+        if self._is_answering and not self.is_over:
+            self.is_over = True
+            print("\nSIGTERM: this answer is the last one; a second signal does not wait for it", file=sys.stderr)
+        else:
+            raise SystemExit(EXIT_TERMINATED)
 
     async def _generate(self, arrived: queue.SimpleQueue[RequestOutput | None]) -> None:
         self._task = asyncio.current_task()
@@ -138,15 +153,16 @@ def chat(settings: ChatSettings) -> None:
             if interactive:
                 _enable_line_editing()
                 print(f"{engine.model_info.name}: /help lists the commands, Ctrl-D leaves")
-            with interrupts_handled_by(signal.default_int_handler):
-                _converse(Conversation(engine, loop, settings), interactive=interactive, stats=settings.stats)
+            conversation = Conversation(engine, loop, settings)
+            with interrupts_handled_by(signal.default_int_handler), signals_handled_by(signal.SIGTERM, conversation.on_sigterm):
+                _converse(conversation, interactive=interactive, stats=settings.stats)
         finally:
             loop.submit(engine.shutdown()).result()
 
 
 def _converse(conversation: Conversation, *, interactive: bool, stats: bool) -> None:
     prompt = _prompt() if interactive else ""
-    while True:
+    while not conversation.is_over:
         try:
             line = input(prompt).strip()
         except EOFError:

@@ -12,12 +12,14 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import random
-import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from aioengine.commands.runtime import run
+from aioengine.commands.termination import drained_on_sigterm
 from aioengine.config import EngineConfig
 from aioengine.engine.async_engine import AsyncEngine
 from aioengine.errors import EngineDeadError
@@ -131,15 +133,33 @@ class Workload:
 # ---------------------------------------------------------------------------------------------------- the process
 async def _main(address: str, config: EngineConfig, seed: int, record: str | None) -> None:
     async with AsyncEngine(config, events=address, record=record, allow_events_control=True, publish_text=True) as engine:
-        print("ready", flush=True)
-        workload = asyncio.create_task(Workload(engine, seed=seed).run())
-        parent = asyncio.create_task(asyncio.to_thread(sys.stdin.buffer.read))
-        # The pipe closes when the parent ends, however it ends.
-        await asyncio.wait([workload, parent], return_when=asyncio.FIRST_COMPLETED)
-        if workload.done():
-            workload.result()
-        workload.cancel()
-        await asyncio.gather(workload, return_exceptions=True)
+        with drained_on_sigterm(engine):
+            print("ready", flush=True)
+            workload = asyncio.create_task(Workload(engine, seed=seed).run())
+            try:
+                await asyncio.wait([workload, _end_of_parent()], return_when=asyncio.FIRST_COMPLETED)
+                if workload.done():
+                    workload.result()
+            finally:
+                workload.cancel()
+                await asyncio.gather(workload, return_exceptions=True)
+
+
+def _end_of_parent() -> asyncio.Future[None]:
+    """Done when the pipe from the parent closes, which it does however the parent ends."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+
+    def read() -> None:
+        # Not through `sys.stdin`, whose lock Python wants when it exits.
+        while os.read(0, 4096):
+            pass
+        with contextlib.suppress(RuntimeError):  # the loop is closed: this process is ending by itself
+            loop.call_soon_threadsafe(ended.set_result, None)
+
+    # A daemon: nothing can interrupt the read, and this process may end before its parent.
+    threading.Thread(target=read, name="aioengine-parent", daemon=True).start()
+    return ended
 
 
 def main(argv: Sequence[str] | None = None) -> None:

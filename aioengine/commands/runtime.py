@@ -7,13 +7,14 @@ import dataclasses
 import os
 import signal
 import sys
-import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from types import FrameType
 from typing import Any, TypeVar
 
+from aioengine.commands.termination import Termination, drained_on_sigterm, leave, signals_handled_by
 from aioengine.config import EngineConfig
+from aioengine.core.scheduler_output import SchedulerStats
 from aioengine.engine.async_engine import AsyncEngine
 from aioengine.engine.publishing import PublishOptions
 from aioengine.outputs import RequestOutput
@@ -33,13 +34,15 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run `main` to its end. Ctrl-C cancels it, so that it can clean up, and then raises KeyboardInterrupt."""
+    """Run `main` to its end. Ctrl-C cancels it, so that it can clean up, and then raises KeyboardInterrupt; SIGTERM lets the
+    requests of its engine end first (see `Termination`).
+    """
     with (
         interrupts_leave_at_once(),  # once `main` has ended, and while the loop is closed
         asyncio.Runner(loop_factory=loop_factory()) as runner,
         interrupts_handled_by(signal.default_int_handler),  # the runner replaces this one, and no other, by its own
     ):
-        return runner.run(main)
+        return runner.run(Termination().run(main))
 
 
 @asynccontextmanager
@@ -49,7 +52,8 @@ async def started_engine(config: EngineConfig, publish: PublishOptions) -> Async
     try:
         with interrupts_leave_at_once(), status(f"loading {config.model} ..."):
             await engine.start()
-        yield engine
+        with drained_on_sigterm(engine):
+            yield engine
     finally:
         with interrupts_leave_at_once():
             await engine.shutdown()
@@ -73,21 +77,12 @@ def interrupts_leave_at_once() -> Iterator[None]:
 
 @contextmanager
 def interrupts_handled_by(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's business
+    with signals_handled_by(signal.SIGINT, handler):
         yield
-        return
-    previous = signal.signal(signal.SIGINT, handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 def _leave(signum: int, frame: FrameType | None) -> None:
-    if sys.stderr.isatty():
-        sys.stderr.write("\n")
-    sys.stderr.flush()
-    os._exit(_EXIT_INTERRUPTED)
+    leave(_EXIT_INTERRUPTED)
 
 
 @contextmanager
@@ -109,9 +104,15 @@ def use_color() -> bool:
     return sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
 
+def describe_guesses(stats: SchedulerStats) -> str:
+    """How many guesses of the engine were right; "" if it made none."""
+    rate = stats.acceptance_rate
+    return "" if rate is None else f", {rate:.0%} of {stats.num_draft_tokens} guesses right"
+
+
 def describe(output: RequestOutput) -> str:
     """One line on a finished request: sizes, latency, speed, why it ended."""
-    num_tokens = len(output.token_ids)
+    num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
     parts = [f"{len(output.prompt_token_ids)} prompt tokens ({output.num_cached_tokens} cached)", f"{num_tokens} output tokens"]
     metrics = output.metrics
     ttft = metrics.time_to_first_token
@@ -120,6 +121,8 @@ def describe(output: RequestOutput) -> str:
         if metrics.finished_time is not None and metrics.first_token_time is not None and num_tokens > 1:
             elapsed = metrics.finished_time - metrics.first_token_time
             parts.append(f"then {(num_tokens - 1) / max(elapsed, 1e-9):.1f} tokens/s")
-    completion = output.outputs[0]
-    reason = f"{completion.finish_reason} ({completion.stop_reason!r})" if completion.stop_reason else str(completion.finish_reason)
-    return ", ".join([*parts, f"ended by {reason}"])
+    reasons = dict.fromkeys(
+        f"{completion.finish_reason} ({completion.stop_reason!r})" if completion.stop_reason else str(completion.finish_reason)
+        for completion in output.outputs
+    )
+    return ", ".join([*parts, f"ended by {' and '.join(reasons)}"])

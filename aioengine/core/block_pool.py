@@ -142,6 +142,13 @@ class BlockPool:
     def cached_block_ids(self) -> list[int]:
         return sorted(self._cached.values())
 
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """Serve the content of these blocks to nobody any more. Their owners, if any, keep them."""
+        for block_id in block_ids:
+            if self.block_hash[block_id] is not None:
+                self._forget(block_id)
+                self._evicted.append(block_id)
+
     def reset_cache(self) -> None:
         """Forget all cached content. Blocks in use keep their owners."""
         self._evicted += self._cached.values()

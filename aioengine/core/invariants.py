@@ -48,15 +48,22 @@ def _check_requests(scheduler: Scheduler) -> None:
     for request in scheduler.requests.values():
         assert not request.is_finished, f"finished but still listed: {request}"
         assert request.num_output_placeholders >= 0, f"negative placeholders: {request}"
-        assert 0 <= request.num_computed_tokens <= request.num_tokens + request.num_output_placeholders, (
-            f"computed beyond its tokens: {request}"
-        )
+        if request.spec_token_ids:
+            assert request.num_output_placeholders == 1, f"guesses that no step in flight checks: {request}"
+            assert request.num_computed_tokens == request.num_tokens_with_spec < request.max_num_tokens, f"wrong guesses: {request}"
+        else:
+            assert 0 <= request.num_computed_tokens <= request.num_tokens + request.num_output_placeholders, (
+                f"computed beyond its tokens: {request}"
+            )
         assert request.num_computed_tokens <= len(request.block_ids[0]) * block_size, f"computed tokens without a slot: {request}"
         assert request.num_tokens <= scheduler.config.max_model_len, f"longer than max_model_len: {request}"
         assert request.num_output_tokens < request.max_tokens, f"ran past max_tokens: {request}"
         if request.status != RequestStatus.RUNNING:
             assert not request.block_ids[0], f"waiting with blocks: {request}"
             assert request.num_computed_tokens == 0, f"waiting with computed tokens: {request}"
+            assert not request.spec_token_ids, f"waiting with guesses: {request}"
+    if scheduler.proposer is not None:
+        assert scheduler.proposer.req_ids <= scheduler.requests.keys(), "n-grams are kept of requests that are gone"
 
 
 def _check_queues(scheduler: Scheduler) -> None:
@@ -108,6 +115,8 @@ def _check_hashes(scheduler: Scheduler) -> None:
             parent = block_hash
         (table,) = request.block_ids
         assert request.num_cached_blocks <= len(table), f"more cached blocks than blocks: {request}"
+        num_certain = min(request.num_computed_tokens, request.num_tokens)
+        assert request.num_cached_blocks * kv.block_size <= num_certain, f"a block with guesses in it is cached: {request}"
         for index in range(request.num_cached_blocks):
             held = pool.block_hash[table[index]]
             assert held is None or held == request.block_hashes[index], f"block {table[index]} caches something else: {request}"
@@ -125,6 +134,7 @@ def _check_output(scheduler: Scheduler, output: SchedulerOutput) -> None:
     assert cached.resumed_req_ids <= set(cached.req_ids)
     assert not output.finished_req_ids & scheduled.keys(), "a finished request is scheduled"
     assert not output.preempted_req_ids & scheduled.keys(), "a preempted request is scheduled"
+    assert output.scheduled_spec_decode_tokens.keys() <= set(cached.req_ids) - cached.resumed_req_ids, "guesses for a request that starts"
     lengths = {len(cached.req_ids), len(cached.new_block_ids), len(cached.num_computed_tokens), len(cached.num_output_tokens)}
     assert len(lengths) == 1, "the parallel lists differ in length"
     starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -132,4 +142,7 @@ def _check_output(scheduler: Scheduler, output: SchedulerOutput) -> None:
     for req_id, num_tokens in scheduled.items():
         request = scheduler.requests[req_id]
         assert starts[req_id] + num_tokens == request.num_computed_tokens, f"the start is not where the step starts: {request}"
+        guesses = output.scheduled_spec_decode_tokens.get(req_id, [])
+        assert guesses == request.spec_token_ids, f"{len(guesses)} guesses are handed out for {request}"
+        assert not guesses or num_tokens == 1 + len(guesses), f"guesses come after one known token: {request}"
         assert starts[req_id] < request.num_tokens + request.num_output_placeholders

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from aioengine.config import CacheConfig
-from aioengine.core.block_hash import hash_block, root_hash
+from aioengine.core.block_hash import BlockHash, hash_block, root_hash
 from aioengine.core.block_pool import BlockPool
 from aioengine.request import Request
 
@@ -37,9 +37,12 @@ class KVCacheManager:
     def get_computed_blocks(self, request: Request) -> list[int]:
         """The cached blocks that hold the longest known prefix of a request without blocks.
 
-        Never the whole of its tokens: at least one must go through the model to give logits.
+        Never the whole of its tokens: at least one must go through the model to give logits. And none of a request that
+        wants log-probabilities of its prompt, until it has them all, with its first output token: they come from logits too.
         """
         if not self.enable_prefix_caching:
+            return []
+        if request.sampling_params.prompt_logprobs is not None and not request.num_output_tokens:
             return []
         max_num_blocks = (request.num_tokens - 1) // self.block_size
         self._extend_block_hashes(request, max_num_blocks)
@@ -53,8 +56,11 @@ class KVCacheManager:
 
     def can_hold(self, num_tokens: int, computed_block_ids: Sequence[int] = ()) -> bool:
         """Whether the free blocks suffice for `num_tokens` of a request without blocks, given its cache hits."""
-        num_new_blocks = self.num_blocks_for(num_tokens) - len(computed_block_ids)
-        return num_new_blocks + self._num_free_among(computed_block_ids) <= self.block_pool.num_free_blocks
+        return self.num_blocks_to_take(num_tokens, computed_block_ids) <= self.block_pool.num_free_blocks
+
+    def num_blocks_to_take(self, num_tokens: int, computed_block_ids: Sequence[int]) -> int:
+        """How many free blocks `num_tokens` of a request without blocks use up: new ones, and cache hits that nobody holds."""
+        return self.num_blocks_for(num_tokens) - len(computed_block_ids) + self._num_free_among(computed_block_ids)
 
     def allocate_slots(self, request: Request, num_new_tokens: int, *, computed_block_ids: Sequence[int] = ()) -> list[int] | None:
         """Blocks for the next `num_new_tokens` tokens of a request, after its computed ones.
@@ -108,6 +114,15 @@ class KVCacheManager:
         request.block_ids = ([],)
         request.num_cached_blocks = 0
 
+    def forget_blocks(self, request: Request) -> None:
+        """Let nobody find the content of a request's blocks any more; it and other owners keep the blocks themselves.
+
+        Also that of blocks it shares: they may be where its trouble came from.
+        """
+        (table,) = request.block_ids
+        self.block_pool.forget(table)
+        request.num_cached_blocks = 0
+
     def take_block_ids_to_zero(self) -> list[int]:
         block_ids, self._block_ids_to_zero = self._block_ids_to_zero, []
         return block_ids
@@ -117,11 +132,13 @@ class KVCacheManager:
         return sum(ref_cnt[block_id] == 0 for block_id in block_ids)
 
     def _extend_block_hashes(self, request: Request, num_blocks: int) -> None:
-        hashes = request.block_hashes
-        token_ids = request.all_token_ids
+        self.extend_hashes(request.block_hashes, request.all_token_ids, num_blocks, cache_salt=request.cache_salt)
+
+    def extend_hashes(self, hashes: list[BlockHash], token_ids: Sequence[int], num_blocks: int, *, cache_salt: str | None) -> None:
+        """Append the hashes of the next blocks of `token_ids` until there are `num_blocks`. Takes about 2 us a block."""
         while len(hashes) < num_blocks:
             start = len(hashes) * self.block_size
             # Later blocks inherit the salt through the chain.
-            extra = request.cache_salt.encode() if request.cache_salt is not None and not hashes else b""
+            extra = cache_salt.encode() if cache_salt is not None and not hashes else b""
             parent = hashes[-1] if hashes else self._root_hash
             hashes.append(hash_block(parent, token_ids[start : start + self.block_size], extra=extra))

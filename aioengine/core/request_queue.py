@@ -32,11 +32,13 @@ class RequestQueue:
         self._live: dict[str, int] = {}  # request_id -> the number of its entry in the heap
         self._num_added = 0
         self.num_preempted = 0  # of those in the queue, how many ran before
+        self.num_prompt_tokens = 0  # of those in the queue, together
 
     def add(self, request: Request) -> None:
         self._num_added += 1
         self._live[request.request_id] = self._num_added
         self.num_preempted += request.num_preemptions > 0
+        self.num_prompt_tokens += request.num_prompt_tokens
         heapq.heappush(self._heap, (scheduling_key(self._policy, request), self._num_added, request))
 
     def peek(self) -> Request:
@@ -62,6 +64,7 @@ class RequestQueue:
     def _unlist(self, request: Request) -> None:
         del self._live[request.request_id]
         self.num_preempted -= request.num_preemptions > 0
+        self.num_prompt_tokens -= request.num_prompt_tokens
 
     def _is_live(self, entry: tuple[SchedulingKey, int, Request]) -> bool:
         return self._live.get(entry[2].request_id) == entry[1]

@@ -10,7 +10,9 @@ from bisect import insort
 from collections.abc import Container
 
 from aioengine.config import SchedulerConfig
+from aioengine.core.displacement import Claim, num_to_displace
 from aioengine.core.kv_cache_manager import KVCacheManager
+from aioengine.core.ngram_proposer import NgramProposer
 from aioengine.core.request_queue import RequestQueue, SchedulingKey, scheduling_key
 from aioengine.core.scheduler_output import AdmissionStop, CachedRequestData, NewRequestData
 from aioengine.request import Request, RequestStatus
@@ -30,8 +32,10 @@ class SchedulePass:
         running: list[Request],
         waiting: RequestQueue,
         kv_cache_manager: KVCacheManager,
+        proposer: NgramProposer | None = None,
     ) -> None:
         self.config = config
+        self.proposer = proposer
         self.running = running
         self.waiting = waiting
         self.kv_cache_manager = kv_cache_manager
@@ -39,30 +43,70 @@ class SchedulePass:
         self.token_budget = config.max_num_batched_tokens
         self.num_scheduled_tokens: dict[str, int] = {}
         self.scheduled_reqs: list[Request] = []  # those of num_scheduled_tokens, in its order
+        self.spec_token_ids: dict[str, list[int]] = {}  # guesses, counted in num_scheduled_tokens
         self.running_reqs: list[Request] = []
         self.running_new_block_ids: list[list[int]] = []  # one list for each of running_reqs
         self.new_reqs: list[Request] = []
         self.resumed_reqs: list[Request] = []
         self.preempted_reqs: list[Request] = []
+        self.num_displaced_reqs = 0  # of these, the first ones: preempted for a waiting request
         self.admission_stop: AdmissionStop = "queue_empty"
+
+    # ------------------------------------------------------------------ room for a more urgent request
+    def make_room(self) -> None:
+        """Policy "priority": preempt running requests of strictly lower priority if that lets the best waiting one in.
+
+        For one waiting request a step, and before any tokens are given, so that nothing has to be taken back. Who gave way
+        comes after that request in the queue and, being of lower priority, cannot displace it in turn.
+        """
+        if self.config.policy != "priority" or not self.waiting or not self.running:
+            return
+        request = self.waiting.peek()
+        if request.num_output_placeholders or self.running[-1].priority <= request.priority:
+            return
+        self.num_displaced_reqs = num_to_displace(
+            request, running=self.running, claims=self._claims(), config=self.config, kv_cache_manager=self.kv_cache_manager
+        )
+        for _ in range(self.num_displaced_reqs):
+            self._preempt(self.running.pop())
+
+    def _claims(self) -> list[Claim]:
+        """Entry i: what `schedule_running` will give to the first i running requests."""
+        claims, budget = [Claim(0, 0)], self.token_budget
+        for request in self.running:
+            num_new_tokens = self._num_tokens_of_running(request)
+            num_blocks = self.kv_cache_manager.num_blocks_for(request.num_computed_tokens + num_new_tokens)
+            num_new_blocks = max(num_blocks - len(request.block_ids[0]), 0) if num_new_tokens else 0
+            claims.append(Claim(claims[-1].num_tokens + num_new_tokens, claims[-1].num_blocks + num_new_blocks))
+            self.token_budget -= num_new_tokens
+        self.token_budget = budget
+        return claims
 
     # ------------------------------------------------------------------ running requests
     def schedule_running(self) -> None:
         """Give every running request its next tokens, best first, while there is budget."""
+        if self.proposer is not None:
+            self.proposer.start_step()
         index = 0
         while index < len(self.running) and self.token_budget > 0:
             request = self.running[index]
             num_new_tokens = self._num_tokens_of_running(request)
             if num_new_tokens > 0:
+                guesses = self._guess(request, num_new_tokens, num_after=len(self.running) - index - 1) if self.proposer else []
+                num_new_tokens += len(guesses)
                 new_block_ids = self._allocate_or_preempt(request, num_new_tokens)
                 if new_block_ids is None:
                     break  # it was the last one, and has been preempted itself
                 self._give(request, num_new_tokens)
+                if guesses:
+                    request.spec_token_ids = self.spec_token_ids[request.request_id] = guesses
                 self.running_reqs.append(request)
                 self.running_new_block_ids.append(new_block_ids)
             index += 1
 
     def _num_tokens_of_running(self, request: Request) -> int:
+        if request.spec_token_ids:
+            return 0  # where it goes on depends on what becomes of the guesses in flight: the difference below would be negative
         num_known_tokens = request.num_tokens + request.num_output_placeholders
         if num_known_tokens >= request.max_num_tokens:
             return 0  # a step in flight samples its last token, which is never computed
@@ -73,6 +117,37 @@ class SchedulePass:
         if 0 < threshold < num_new_tokens:
             num_new_tokens = threshold
         return num_new_tokens if num_new_tokens < self.token_budget else self.token_budget
+
+    def _guess(self, request: Request, num_new_tokens: int, *, num_after: int) -> list[int]:
+        """Guesses at what follows the last known token of a running request, if that token is all it computes now.
+
+        They take nothing that others need: each of the `num_after` requests behind it still gets a token of the budget, the
+        pool keeps a free block for every running request, and a more urgent request that was made room for comes first.
+        A grammar would have to be asked about every guess, so requests with structured output get none.
+        """
+        assert self.proposer is not None
+        if request.sampling_params.structured_outputs is not None:
+            return []
+        num_outstanding = request.num_tokens - request.num_computed_tokens
+        if num_outstanding != 1 or not num_new_tokens or not request.num_output_tokens or request.num_output_placeholders:
+            self.proposer.observe(request.request_id, request.all_token_ids)
+            return []
+        limit = min(
+            self.config.num_speculative_tokens,
+            request.max_num_tokens - request.num_tokens - 1,  # the step samples one token more than there are guesses
+            self._limit(self.token_budget - num_after) - 1,
+            self._num_slots_for_guesses(request),
+        )
+        if self.num_displaced_reqs:
+            limit = 0
+        return self.proposer.propose(request.request_id, request.all_token_ids, limit=limit, num_running=len(self.running))
+
+    def _num_slots_for_guesses(self, request: Request) -> int:
+        kv = self.kv_cache_manager
+        num_tokens = request.num_computed_tokens + 1
+        num_blocks = max(len(request.block_ids[0]), kv.num_blocks_for(num_tokens))
+        num_blocks += max(0, kv.block_pool.num_free_blocks - len(self.running))
+        return num_blocks * kv.block_size - num_tokens
 
     def _allocate_or_preempt(self, request: Request, num_new_tokens: int) -> list[int] | None:
         while True:
@@ -92,6 +167,7 @@ class SchedulePass:
         """
         self.kv_cache_manager.free(request)
         request.num_computed_tokens = 0
+        request.spec_token_ids = []
         request.num_preemptions += 1
         request.status = RequestStatus.PREEMPTED
         self.waiting.add(request)
@@ -100,7 +176,7 @@ class SchedulePass:
     # ------------------------------------------------------------------ waiting requests
     def schedule_waiting(self) -> None:
         """Admit waiting requests in order until something runs out, and remember what it was."""
-        if self.preempted_reqs:
+        if len(self.preempted_reqs) > self.num_displaced_reqs:
             self.admission_stop = "preempted"
             return
         while self.waiting:
@@ -113,6 +189,9 @@ class SchedulePass:
             request = self.waiting.peek()
             if request.num_output_placeholders:
                 self.admission_stop = "in_flight"
+                return
+            if self.num_displaced_reqs and request in self.preempted_reqs:
+                self.admission_stop = "preempted"  # a step cannot both take a request's slot and give it one
                 return
             if (stop := self._admit(request)) is not None:
                 self.admission_stop = stop
@@ -154,6 +233,15 @@ class SchedulePass:
         self.token_budget -= num_new_tokens
 
     # ------------------------------------------------------------------ what the worker is told
+    def structured_output_request_ids(self) -> frozenset[str]:
+        """The requests that a grammar constrains and that sample in this step. Before the counters are advanced past it."""
+        return frozenset(
+            request.request_id
+            for request, num_tokens in zip(self.scheduled_reqs, self.num_scheduled_tokens.values(), strict=True)
+            if request.sampling_params.structured_outputs is not None
+            and request.num_computed_tokens + num_tokens == request.num_tokens + request.num_output_placeholders
+        )
+
     def make_new_request_data(self) -> list[NewRequestData]:
         return [
             NewRequestData(

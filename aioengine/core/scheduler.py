@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from aioengine.config import CacheConfig, SchedulerConfig
 from aioengine.core.invariants import check_scheduler
 from aioengine.core.kv_cache_manager import KVCacheManager
+from aioengine.core.ngram_proposer import NgramProposer
 from aioengine.core.request_queue import RequestQueue
 from aioengine.core.schedule_pass import SchedulePass
 from aioengine.core.scheduler_output import AdmissionStop, BlockChanges, SchedulerOutput, SchedulerStats
@@ -52,6 +53,16 @@ class Scheduler:
         self.waiting = RequestQueue(config.policy)
         self.running: list[Request] = []  # sorted by scheduling key
         self.num_preemptions = 0
+        self.num_draft_tokens = 0  # guesses that were checked
+        self.num_accepted_tokens = 0  # those of them that were right
+        self.num_aborted_reqs = 0
+        self.num_rejected_reqs = 0  # refused before they came here
+
+        self.proposer: NgramProposer | None = None
+        if config.num_speculative_tokens:
+            self.proposer = NgramProposer(
+                num_speculative_tokens=config.num_speculative_tokens, min_n=config.prompt_lookup_min, max_n=config.prompt_lookup_max
+            )
 
         self._check_invariants = check_invariants
         self._num_arrived = 0
@@ -59,6 +70,7 @@ class Scheduler:
         self._last_updated_step_id = 0
         self._finished_req_ids: set[str] = set()  # ended, not yet told to the worker
         self._lingering_req_ids: set[str] = set()  # ended, the worker may still hold them
+        self._structured_output_req_ids: set[str] = set()  # live ones
         self._prev_step_req_ids: Container[str] = ()
         self._admission_stop: AdmissionStop = "queue_empty"
 
@@ -71,6 +83,8 @@ class Scheduler:
         self._num_arrived += 1
         self.requests[request.request_id] = request
         self.waiting.add(request)
+        if request.sampling_params.structured_outputs is not None:
+            self._structured_output_req_ids.add(request.request_id)
         self._check()
 
     def _check_fits(self, request: Request) -> None:
@@ -110,21 +124,29 @@ class Scheduler:
             request = self.requests.get(request_id)
             if request is None:
                 continue
-            if request.status == RequestStatus.RUNNING:
-                self.running.remove(request)
-            else:
-                self.waiting.remove(request)
-            request.status = status
-            self._free_request(request)
+            self._end(request, status)
             ended.append(request)
+            self.num_aborted_reqs += status == RequestStatus.FINISHED_ABORTED
         self._check()
         return ended
 
+    def _end(self, request: Request, status: RequestStatus) -> None:
+        if request.status == RequestStatus.RUNNING:
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)
+        request.status = status
+        self._free_request(request)
+
     def _free_request(self, request: Request) -> None:
         kv = self.kv_cache_manager
-        kv.cache_blocks(request, request.num_computed_tokens)  # the last blocks may have become full of known tokens
+        if request.status != RequestStatus.FINISHED_ERROR:
+            kv.cache_blocks(request, request.num_computed_tokens)  # the last blocks may have become full of known tokens
         kv.free(request)
+        if self.proposer is not None:
+            self.proposer.forget(request.request_id)
         del self.requests[request.request_id]
+        self._structured_output_req_ids.discard(request.request_id)
         if request.num_cached_tokens >= 0:  # it has been scheduled: the worker knows it
             self._finished_req_ids.add(request.request_id)
             self._lingering_req_ids.add(request.request_id)
@@ -136,7 +158,14 @@ class Scheduler:
         Returns None if there is nothing to hand to the worker: no request can take a token now (they wait for tokens in
         flight, or there are none) and no ended request has to be made known.
         """
-        plan = SchedulePass(self.config, running=self.running, waiting=self.waiting, kv_cache_manager=self.kv_cache_manager)
+        plan = SchedulePass(
+            self.config,
+            running=self.running,
+            waiting=self.waiting,
+            kv_cache_manager=self.kv_cache_manager,
+            proposer=self.proposer,
+        )
+        plan.make_room()
         plan.schedule_running()
         plan.schedule_waiting()
         self._admission_stop = plan.admission_stop
@@ -155,6 +184,8 @@ class Scheduler:
             finished_req_ids=frozenset(self._finished_req_ids),
             preempted_req_ids=frozenset(request.request_id for request in plan.preempted_reqs),
             new_block_ids_to_zero=self.kv_cache_manager.take_block_ids_to_zero(),
+            scheduled_spec_decode_tokens=plan.spec_token_ids,
+            structured_output_request_ids=plan.structured_output_request_ids() if self._structured_output_req_ids else frozenset(),
         )
         self._update_after_schedule(plan)
         self._check(output)
@@ -164,7 +195,7 @@ class Scheduler:
         """Advance the counters past the step at once, so that the next one can be planned before its tokens are known."""
         for request, num_tokens in zip(plan.scheduled_reqs, plan.num_scheduled_tokens.values(), strict=True):
             request.num_computed_tokens += num_tokens
-            if request.num_computed_tokens == request.num_tokens + request.num_output_placeholders:
+            if request.num_computed_tokens == request.num_tokens + request.num_output_placeholders + len(request.spec_token_ids):
                 request.num_output_placeholders += 1  # this step samples its next token
         self._prev_step_req_ids = plan.num_scheduled_tokens
         self._finished_req_ids.clear()  # the output has its own copy
@@ -172,7 +203,8 @@ class Scheduler:
     def update_from_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Take in the sampled tokens of a step. Steps must come in the order they were scheduled.
 
-        Requests that ended meanwhile are skipped. Tokens are appended one by one; what follows a stop is dropped.
+        Requests that ended meanwhile are skipped. Tokens are appended one by one; what follows a stop is dropped. Those that
+        failed in the worker end with "error", and nobody else does.
         """
         assert scheduler_output.step_id == self._last_updated_step_id + 1, (
             f"step {scheduler_output.step_id} came back after step {self._last_updated_step_id}"
@@ -185,9 +217,17 @@ class Scheduler:
             request = self.requests.get(req_id)
             if request is None:
                 continue
-            token_ids = output.sampled_token_ids[output.req_id_to_index[req_id]]
-            if not token_ids:
+            if req_id in output.failed_req_ids:
+                core_outputs.append(self._fail_request(request, output.failed_req_ids[req_id]))
                 continue
+            token_ids = output.sampled_token_ids[output.req_id_to_index[req_id]]
+            prompt_logprobs = output.prompt_logprobs.get(req_id)
+            if not token_ids:
+                if prompt_logprobs:
+                    core_outputs.append(EngineCoreOutput(req_id, [], None, None, None, request.num_cached_tokens, prompt_logprobs))
+                continue
+            if req_id in scheduler_output.scheduled_spec_decode_tokens:
+                self._settle_guesses(request, len(scheduler_output.scheduled_spec_decode_tokens[req_id]), num_accepted=len(token_ids) - 1)
             new_token_ids = self._append_tokens(request, token_ids)
             finish_reason = None
             if request.is_finished:
@@ -198,15 +238,35 @@ class Scheduler:
                 logprobs = logprobs[: len(new_token_ids)]
             # By position: keywords would take three times as long.
             core_outputs.append(
-                EngineCoreOutput(req_id, new_token_ids, finish_reason, request.stop_reason, logprobs, request.num_cached_tokens)
+                EngineCoreOutput(
+                    req_id, new_token_ids, finish_reason, request.stop_reason, logprobs, request.num_cached_tokens, prompt_logprobs
+                )
             )
         self._remove_ended(ended)
         self._check()
         return core_outputs
 
+    def _fail_request(self, request: Request, cause: str) -> EngineCoreOutput:
+        """End a request that the worker could not sample for. What it wrote into the KV cache is served to nobody else."""
+        self.kv_cache_manager.forget_blocks(request)
+        self._end(request, RequestStatus.FINISHED_ERROR)
+        request.stop_reason = cause
+        return EngineCoreOutput(request.request_id, [], "error", cause, num_cached_tokens=request.num_cached_tokens, error=cause)
+
+    def _settle_guesses(self, request: Request, num_guesses: int, *, num_accepted: int) -> None:
+        """Take back what was counted as computed for guesses that were wrong: those positions are computed anew."""
+        request.spec_token_ids = []
+        if request.status == RequestStatus.RUNNING:  # a preemption meanwhile has taken back everything
+            request.num_computed_tokens -= num_guesses - num_accepted
+        self.num_draft_tokens += num_guesses
+        self.num_accepted_tokens += num_accepted
+        assert self.proposer is not None
+        num_tokens = request.num_tokens + num_accepted + 1
+        self.proposer.record(request.request_id, num_guesses=num_guesses, num_accepted=num_accepted, num_tokens=num_tokens)
+
     def _append_tokens(self, request: Request, token_ids: list[int]) -> list[int]:
-        """Append sampled tokens until one stops the request; returns those that were appended."""
-        request.num_output_placeholders -= len(token_ids)
+        """Append the tokens of one step until one stops the request; returns those that were appended."""
+        request.num_output_placeholders -= 1
         for num_accepted, token_id in enumerate(token_ids, 1):
             request.append_output_token_id(token_id)
             if may_stop(request, token_id) and self._ends(request):
@@ -263,6 +323,10 @@ class Scheduler:
             num_preemptions=self.num_preemptions,
             prefix_cache_queries=self.kv_cache_manager.prefix_cache_queries,
             prefix_cache_hits=self.kv_cache_manager.prefix_cache_hits,
+            num_draft_tokens=self.num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens,
+            num_aborted_reqs=self.num_aborted_reqs,
+            num_rejected_reqs=self.num_rejected_reqs,
         )
 
     def reset_prefix_cache(self) -> bool:

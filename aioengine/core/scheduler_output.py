@@ -17,8 +17,9 @@ AdmissionStop = Literal["queue_empty", "budget", "max_num_seqs", "no_blocks", "p
 
 queue_empty: none is waiting. budget: `max_num_batched_tokens` is used up (or the rest is too small for a prompt that
 may not be split). max_num_seqs: that many requests run. no_blocks: its tokens do not fit into the free KV blocks.
-preempted: this step had to preempt, so it admits nobody. in_flight: the next one was preempted while a step in flight
-still samples a token for it; it is admitted when that token is known.
+preempted: this step had to preempt for blocks, so it admits nobody; or the next one has just given way to a more urgent
+one. in_flight: the next one was preempted while a step in flight still samples a token for it; it is admitted when that
+token is known.
 """
 
 
@@ -61,6 +62,7 @@ class SchedulerOutput:
     new_block_ids_to_zero: list[int] = field(default_factory=list)  # only where the cache needs it
     # Guesses that this step checks, by request: counted in num_scheduled_tokens, after the one known token.
     scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
+    structured_output_request_ids: frozenset[str] = frozenset()  # those that sample in this step and need a mask for it
 
     @property
     def is_cleanup_only(self) -> bool:
@@ -81,6 +83,10 @@ class SchedulerStats:
     num_preemptions: int  # total
     prefix_cache_queries: int  # total, in tokens
     prefix_cache_hits: int  # total, in tokens
+    num_aborted_reqs: int = 0  # total: by their consumer, by a time-out, at shutdown
+    num_rejected_reqs: int = 0  # total: refused because the queue was full
+    num_draft_tokens: int = 0  # total: guesses that were checked
+    num_accepted_tokens: int = 0  # total: those that were right
 
     @property
     def num_used_blocks(self) -> int:
@@ -89,6 +95,11 @@ class SchedulerStats:
     @property
     def kv_cache_usage(self) -> float:
         return self.num_used_blocks / self.num_total_blocks if self.num_total_blocks else 0.0
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """The share of guesses that were right; None before the first."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,10 @@ def check_stop(request: Request, *, eos_token_ids: frozenset[int]) -> bool:
     """
     params = request.sampling_params
     last_token_id = request.all_token_ids[-1]
-    if last_token_id in request.end_token_ids and request.num_output_tokens >= params.min_tokens:
+    is_long_enough = request.num_output_tokens >= params.min_tokens
+    if params.structured_outputs is not None and last_token_id in eos_token_ids:
+        is_long_enough = True  # it can come early only where the grammar allowed nothing else, and then nothing can follow
+    if last_token_id in request.end_token_ids and is_long_enough:
         request.status = RequestStatus.FINISHED_STOPPED
         if params.ignore_eos or last_token_id not in eos_token_ids:
             request.stop_reason = last_token_id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -13,7 +14,7 @@ _REPLACEMENT = "\ufffd"
 _MAX_HELD = 3
 # Tokens of left context: enough for a character's bytes and for decoders that treat the first token in a special way.
 _CONTEXT = 6
-_MAX_WINDOW = 4 * _CONTEXT
+_MAX_WINDOW = 2 * _CONTEXT  # decoding takes time by the token, and shortening takes a decoding
 
 
 class TextTokenizer(Protocol):
@@ -40,17 +41,30 @@ class IncrementalDecoder:
     character. `flush()` returns them once no token can follow. The window starts in the prompt, so that a continuation
     keeps its leading space with tokenizers that drop the first one of a text.
 
+    spaces_between_special_tokens: False takes away the space that some decoders put before a special token which follows
+    another one.
+
     Why not `tokenizers.DecodeStream`: it has no flush, so the bytes of an unfinished character are lost at the end, and
     it raises when the text of earlier tokens changes, as it does with byte-fallback vocabularies after an invalid byte.
     Such text cannot be taken back once it was returned; here the decoder starts a new window after it.
     """
 
-    __slots__ = ("_emitted", "_skip", "_skip_special_tokens", "_stable", "_tokenizer", "_window")
+    __slots__ = ("_emitted", "_join", "_last_is_special", "_skip", "_skip_special_tokens", "_stable", "_tokenizer", "_window", "num_held")
 
-    def __init__(self, tokenizer: TextTokenizer, *, prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        *,
+        prompt_token_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ) -> None:
+        self.num_held = 0  # characters kept back
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._skip = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._join = frozenset() if skip_special_tokens or spaces_between_special_tokens else tokenizer.special_token_ids
+        self._last_is_special = False
         self._window: list[int] = [t for t in prompt_token_ids[-_CONTEXT:] if t not in self._skip]
         self._stable = self._decode(self._window)  # the window's text as far as it has been returned
         self._emitted = len(self._stable)
@@ -69,15 +83,21 @@ class IncrementalDecoder:
         piece = text[self._emitted : end]
         self._emitted = end
         self._stable = text[:end]
+        self.num_held = len(text) - end
         if len(self._window) > _MAX_WINDOW:
             self._shorten_window(text[end:])
-        return piece
+        return self._without_space(piece, token_id) if self._join else piece
+
+    def _without_space(self, piece: str, token_id: int) -> str:
+        follows_special, self._last_is_special = self._last_is_special, token_id in self._join
+        return piece.removeprefix(" ") if follows_special and self._last_is_special else piece
 
     def flush(self) -> str:
         """Return what was kept back; no token may follow."""
         text = self._decode(self._window)
         piece = text[self._emitted :]
         self._emitted = len(text)
+        self.num_held = 0
         return piece
 
     def _decode(self, token_ids: Sequence[int]) -> str:
@@ -104,54 +124,104 @@ class Detokenizer:
     into tokens. Of two that end at the same character the longer one counts. A suffix of the text is kept back only
     while it is the beginning of a stop string. A stop string counts if the token that completes it is not among the
     first `min_tokens`.
+
+    Only the end of the text is kept here, as much as a stop string may reach back, so a token costs the same however
+    long the text is. A token is visible when its last character is.
     """
 
-    __slots__ = ("_decoder", "_include_stop", "_min_tokens", "_num_tokens", "_stop", "_text", "_visible")
+    __slots__ = (
+        "_decoder",
+        "_include_stop",
+        "_max_stop_len",
+        "_min_tokens",
+        "_new",
+        "_num_chars",
+        "_num_tokens",
+        "_num_visible",
+        "_num_visible_tokens",
+        "_stop",
+        "_tail",
+        "_token_ends",
+    )
 
     def __init__(self, tokenizer: TextTokenizer, *, prompt_token_ids: Sequence[int], sampling_params: SamplingParams) -> None:
         self._decoder = IncrementalDecoder(
-            tokenizer, prompt_token_ids=prompt_token_ids, skip_special_tokens=sampling_params.skip_special_tokens
+            tokenizer,
+            prompt_token_ids=prompt_token_ids,
+            skip_special_tokens=sampling_params.skip_special_tokens,
+            spaces_between_special_tokens=sampling_params.spaces_between_special_tokens,
         )
         self._stop = sampling_params.stop_strings
+        self._max_stop_len = max(map(len, self._stop), default=0)
         self._include_stop = sampling_params.include_stop_str_in_output
         self._min_tokens = sampling_params.min_tokens
+        self._tail = ""  # the end of the text: what is not visible, and what a stop string may begin in
+        self._num_chars = 0  # of the text
+        self._num_visible = 0  # characters of it that can no longer turn out to belong to a stop string
+        self._new: list[str] = []  # visible, not taken
         self._num_tokens = 0
-        self._text = ""
-        self._visible = 0  # characters of it that can no longer turn out to belong to a stop string
+        self._num_visible_tokens = 0  # not taken
+        self._token_ends: deque[int] = deque()  # for each token that is not visible: characters up to its last one
 
-    @property
-    def text(self) -> str:
-        """The text so far, without what may still become a stop string or a character."""
-        return self._text[: self._visible]
+    def take(self) -> tuple[str, int]:
+        """What became visible since the last call: text, and how many tokens."""
+        text = self._new[0] if len(self._new) == 1 else "".join(self._new)
+        self._new.clear()
+        num_tokens, self._num_visible_tokens = self._num_visible_tokens, 0
+        return text, num_tokens
 
     def push(self, token_id: int) -> str | None:
         """Add one output token; return the stop string that it completes, if any. Nothing may be pushed after one."""
         self._num_tokens += 1
-        return self._append(self._decoder.push(token_id))
+        piece = self._decoder.push(token_id)
+        stop = self._append(piece) if piece else None
+        end = self._num_chars + self._decoder.num_held
+        if stop is not None or self._num_visible >= end:
+            self._num_visible_tokens += 1 + len(self._token_ends)
+            self._token_ends.clear()
+        else:
+            self._token_ends.append(end)
+            while self._token_ends[0] <= self._num_visible:
+                self._token_ends.popleft()
+                self._num_visible_tokens += 1
+        return stop
 
     def finish(self) -> str | None:
         """No token follows: show everything that was kept back, unless a stop string appears in it (then return that)."""
-        stop = self._append(self._decoder.flush())
+        piece = self._decoder.flush()
+        stop = self._append(piece) if piece else None
         if stop is None:
-            self._visible = len(self._text)
+            self._show_up_to(self._num_chars)
+        self._num_visible_tokens += len(self._token_ends)
+        self._token_ends.clear()
         return stop
 
     def _append(self, piece: str) -> str | None:
-        if not piece:
+        self._num_chars += len(piece)
+        if not self._stop:
+            self._num_visible = self._num_chars
+            self._new.append(piece)
             return None
-        old_length = len(self._text)
-        self._text += piece
-        if self._stop and self._num_tokens > self._min_tokens:
-            match = find_stop_string(self._text, self._stop, new_from=old_length)
+        old_length = len(self._tail)
+        self._tail += piece
+        if self._num_tokens > self._min_tokens:
+            match = find_stop_string(self._tail, self._stop, new_from=old_length)
             if match is not None:
                 stop, start = match
-                self._visible = start + (len(stop) if self._include_stop else 0)
-                self._text = self._text[: self._visible]
+                end = start + (len(stop) if self._include_stop else 0)
+                self._show_up_to(self._num_chars - len(self._tail) + end)
                 return stop
-        held = 0 if self._include_stop else _num_held_for_stop(self._text, self._stop)
-        # A stop string that ended within the first min_tokens is plain text by now, so what is shown stays shown.
-        self._visible = max(self._visible, len(self._text) - held)
+        held = 0 if self._include_stop else _num_held_for_stop(self._tail, self._stop)
+        self._show_up_to(self._num_chars - held)
+        self._tail = self._tail[-max(held, self._max_stop_len - 1, 1) :]
         return None
+
+    def _show_up_to(self, num_chars: int) -> None:
+        """Make the text visible up to there. What is visible stays visible: a stop string in the first min_tokens is text."""
+        if num_chars > self._num_visible:
+            offset = self._num_chars - len(self._tail)  # where the tail begins in the text
+            self._new.append(self._tail[self._num_visible - offset : num_chars - offset])
+            self._num_visible = num_chars
 
 
 def find_stop_string(text: str, stop: Sequence[str], *, new_from: int) -> tuple[str, int] | None:

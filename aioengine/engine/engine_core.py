@@ -14,21 +14,22 @@ from dataclasses import dataclass
 from aioengine.core.invariants import check_no_leak, check_scheduler
 from aioengine.core.scheduler import Scheduler
 from aioengine.core.scheduler_output import SchedulerOutput, SchedulerStats
-from aioengine.engine.engine_snapshot import TextSource, build_snapshot
-from aioengine.engine.failure_report import describe_event, describe_output
+from aioengine.engine.core_events import CoreEvents
+from aioengine.engine.engine_snapshot import TextSource
+from aioengine.engine.failure_report import describe_output
 from aioengine.engine.step_gate import StepGate, StepWaiter
+from aioengine.engine.step_in_flight import StepInFlight, StepWatchdog
+from aioengine.engine.step_sampler import StepSampler
 from aioengine.errors import EngineDeadError
 from aioengine.events.bus import StepBus
-from aioengine.events.step_event import EngineSnapshot, Event, FinishedInfo, RequestInfo, StepEvent, StepResultEvent
+from aioengine.events.step_event import EngineSnapshot
 from aioengine.executor.base import Executor
 from aioengine.outputs import EngineCoreOutput, FinishReason, ModelRunnerOutput
 from aioengine.request import Request, RequestStatus
+from aioengine.structured_output.manager import StructuredOutputManager
+from aioengine.structured_output.matcher import CompiledGrammar
 
 logger = logging.getLogger(__name__)
-
-_NUM_EVENTS_KEPT = 32  # for the log of a failing step
-SNAPSHOT_INTERVAL = 2000
-"""Steps between two snapshots among the events: a reader of a long recording can begin at one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,25 +47,6 @@ OutputCallback = Callable[[list[EngineCoreOutput]], Sequence[RequestEnd]]
 FailureCallback = Callable[[BaseException], None]
 
 
-@dataclass(frozen=True, slots=True)
-class _StepInFlight:
-    output: SchedulerOutput
-    execute: Future[None]
-    sample: Future[ModelRunnerOutput]
-
-    def is_ready(self) -> bool:
-        return self.sample.done() or self._execute_failed()
-
-    def result(self) -> ModelRunnerOutput:
-        # After a failed forward the sampler fails too, or never returns: the forward's error is the cause of both.
-        if self._execute_failed():
-            self.execute.result()
-        return self.sample.result()
-
-    def _execute_failed(self) -> bool:
-        return self.execute.done() and (self.execute.cancelled() or self.execute.exception() is not None)
-
-
 class EngineCore:
     """Schedules, executes, samples and updates, with up to `max_concurrent_batches` steps in flight.
 
@@ -72,7 +54,8 @@ class EngineCore:
     nowhere but between two calls of the scheduler, so a request that ends while its step is in flight is gone before
     that step's tokens are taken in. With nothing to do the task sleeps on an event and uses no CPU.
 
-    When anything in a step raises, the failure is logged, handed to `on_failure`, and the core stays dead.
+    When anything in a step raises, the failure is logged, handed to `on_failure`, and the core stays dead. So it does when
+    the worker does not come back from a step within `step_timeout_s` (see `StepWatchdog`).
     """
 
     def __init__(
@@ -84,31 +67,30 @@ class EngineCore:
         on_outputs: OutputCallback,
         on_failure: FailureCallback,
         check_invariants: bool = False,
+        step_timeout_s: float | None = None,
         text_source: TextSource | None = None,
+        structured_output: StructuredOutputManager | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
-        self.bus = bus
         self._max_concurrent_batches = scheduler.config.max_concurrent_batches
-        self._token_budget = scheduler.config.max_num_batched_tokens
         self._on_outputs = on_outputs
         self._on_failure = on_failure
         self._check_invariants = check_invariants
-        self._text_source = text_source
+        self._events = CoreEvents(scheduler, bus, text_source=text_source)
+        self._structured_output = structured_output
+        self._sampler = StepSampler(executor, scheduler, structured_output=structured_output)
 
-        self._in_flight: deque[_StepInFlight] = deque()
+        self._in_flight: deque[StepInFlight] = deque()
         self._wake_up = asyncio.Event()  # a request came or went, or the worker has a result
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._error: BaseException | None = None
         self._stopped = False
         self._gate = StepGate()
+        self._watchdog = StepWatchdog(step_timeout_s, on_timeout=self._wake_up.set)
+        self._idle_waiters: list[asyncio.Future[None]] = []
         self._current: SchedulerOutput | None = None  # the step that is being handled, for the log of a failure
-        self._recent_events: deque[Event] = deque(maxlen=_NUM_EVENTS_KEPT)
-        self._requests: dict[str, Request] = {}  # the live ones; the scheduler forgets those that it ends itself
-        # Not yet published: each goes out once, with the next event that can carry it.
-        self._added: list[RequestInfo] = []
-        self._finished: list[FinishedInfo] = []
 
     # ------------------------------------------------------------------ life
     def start(self) -> None:
@@ -122,8 +104,8 @@ class EngineCore:
         if not self._stopped and self._error is None:
             self._stopped = True
             self.finish_requests(list(self.scheduler.requests), RequestStatus.FINISHED_ABORTED)
-            self._publish(self.make_snapshot())
-        self._gate.fail(EngineDeadError("the engine was shut down"))
+            self._events.publish(self.make_snapshot())
+        self._end_waiting(EngineDeadError("the engine was shut down"))
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -132,6 +114,14 @@ class EngineCore:
     def is_idle(self) -> bool:
         """No request lives, no step is in flight, and the worker has forgotten whatever ended."""
         return not self._in_flight and not self.scheduler.has_work
+
+    async def wait_until_idle(self) -> None:
+        """Return once no request lives and the worker has forgotten whatever ended, or no further step can be taken."""
+        if self.is_idle or self._error is not None or self._stopped:
+            return
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._idle_waiters.append(waiter)
+        await waiter
 
     @property
     def error(self) -> BaseException | None:
@@ -147,21 +137,14 @@ class EngineCore:
         self.executor.check_health()
 
     # ------------------------------------------------------------------ requests in and out
-    def add_request(self, request: Request, *, prompt: str | None = None) -> None:
+    def add_request(self, request: Request, *, prompt: str | None = None, grammar: CompiledGrammar | None = None) -> None:
         """Hand a request to the scheduler. Raises InvalidRequestError if it cannot run, EngineDeadError if nothing can."""
         self.check_health()
         self.scheduler.add_request(request)
-        self._requests[request.request_id] = request
-        self._added.append(
-            RequestInfo(
-                request_id=request.request_id,
-                num_prompt_tokens=request.num_prompt_tokens,
-                max_tokens=request.max_tokens,
-                arrival_time=request.arrival_time,
-                priority=request.priority,
-                prompt=prompt,
-            )
-        )
+        if grammar is not None:
+            assert self._structured_output is not None
+            self._structured_output.add(request.request_id, grammar, request.sampling_params)
+        self._events.note_added(request, prompt=prompt)
         self._wake_up.set()
 
     def knows(self, request_id: str) -> bool:
@@ -196,7 +179,7 @@ class EngineCore:
         self.check_health()
         if not self._gate.is_paused:
             self._gate.is_paused = True
-            self._publish(self.make_snapshot())
+            self._events.publish(self.make_snapshot())
 
     def resume(self) -> None:
         """Undo `pause()`. Idempotent."""
@@ -204,7 +187,7 @@ class EngineCore:
         if self._gate.is_paused:
             self._gate.nothing_to_run()
             self._gate.is_paused = False
-            self._publish(self.make_snapshot())
+            self._events.publish(self.make_snapshot())
             self._wake_up.set()
 
     def step(self) -> StepWaiter:
@@ -235,7 +218,7 @@ class EngineCore:
 
     async def _run_until_idle(self) -> None:
         while True:
-            while len(self._in_flight) < self._max_concurrent_batches and self._gate.is_open and self._schedule_step():
+            while self._may_schedule() and self._schedule_step():
                 pass
             if not self._in_flight:
                 if not self.scheduler.has_work or not self._gate.is_open:
@@ -250,7 +233,11 @@ class EngineCore:
                 if not step.is_ready():
                     continue  # a request came or went: there may be a step to schedule
             self._in_flight.popleft()
+            self._watchdog.watch(self._in_flight[0] if self._in_flight else None)
             self._update_step(step)
+
+    def _may_schedule(self) -> bool:
+        return len(self._in_flight) < self._max_concurrent_batches and self._gate.is_open and not self._sampler.is_waiting
 
     async def _wait(self) -> None:
         await self._wake_up.wait()
@@ -265,65 +252,37 @@ class EngineCore:
             return False
         self._current = output
         execute = self.executor.execute_model(output)
-        sample = self.executor.sample_tokens()
-        self._in_flight.append(_StepInFlight(output, execute, sample))
+        sample = self._sampler.submit(output)
+        step = StepInFlight(output, execute=execute, sample=sample)
+        self._in_flight.append(step)
+        if len(self._in_flight) == 1:
+            self._watchdog.watch(step)
         self._gate.note_scheduled(output.step_id)
         execute.add_done_callback(self._on_execute_done)
         sample.add_done_callback(self._on_worker_done)
-        report = self.scheduler.take_report()
-        added, self._added = self._added, []
-        finished, self._finished = self._finished, []
-        self._publish(
-            StepEvent(
-                step_id=output.step_id,
-                time=schedule_end,
-                output=output,
-                stats=self.scheduler.make_stats(),
-                admission_stop=report.admission_stop,
-                token_budget=self._token_budget,
-                block_changes=report.block_changes,
-                queue_depth=len(self._in_flight),
-                schedule_start=schedule_start,
-                schedule_end=schedule_end,
-                added=added,
-                finished=finished,
-            )
-        )
-        if output.step_id % SNAPSHOT_INTERVAL == 0 and self.bus.has_observers:
-            self._publish(self.make_snapshot())
+        self._events.publish_step(output, queue_depth=len(self._in_flight), schedule_start=schedule_start, schedule_end=schedule_end)
+        if self._events.wants_snapshot_at(output.step_id):
+            self._events.publish(self.make_snapshot())
         return True
 
-    def _update_step(self, step: _StepInFlight) -> None:
+    def _update_step(self, step: StepInFlight) -> None:
         """Take in the tokens of the oldest step and pass them on."""
         self._current = step.output
-        result = step.result()
+        result = self._sampler.with_failures(step.output, step.result())
         update_start = time.perf_counter()
         outputs = self.scheduler.update_from_output(step.output, result)
+        self._sampler.take_in(outputs)  # before anything else: the worker may wait for it
         update_end = time.perf_counter()
         ends = self._on_outputs(outputs)
         self._collect_finished(outputs, ends)
         self._finish(ends)
-        timing = result.timing
-        added, self._added = self._added, []
-        finished, self._finished = self._finished, []
-        self._publish(
-            StepResultEvent(
-                step_id=step.output.step_id,
-                time=update_end,
-                num_new_tokens={output.request_id: len(output.new_token_ids) for output in outputs},
-                stats=self.scheduler.make_stats(),
-                block_changes=self.scheduler.take_report().block_changes,
-                queue_depth=len(self._in_flight),
-                execute_start=timing.execute_start if timing else None,
-                execute_end=timing.execute_end if timing else None,
-                sample_start=timing.sample_start if timing else None,
-                sample_end=timing.sample_end if timing else None,
-                update_start=update_start,
-                update_end=update_end,
-                finished=finished,
-                added=added,
-                new_text=self._text_source.take_new_text() if self._text_source is not None else {},
-            )
+        self._events.publish_result(
+            step.output.step_id,
+            outputs,
+            timing=result.timing,
+            queue_depth=len(self._in_flight),
+            update_start=update_start,
+            update_end=update_end,
         )
         self._current = None
         self._gate.note_done(step.output.step_id)
@@ -344,19 +303,21 @@ class EngineCore:
             self._note_finished(output.request_id, reason, stop_reason)
 
     def _note_finished(self, request_id: str, reason: FinishReason, stop_reason: int | str | None) -> None:
-        request = self._requests.pop(request_id)
-        self._finished.append(FinishedInfo(request_id, reason, request.num_output_tokens, stop_reason))
+        self._events.note_finished(request_id, reason, stop_reason)
+        if self._structured_output is not None:
+            self._structured_output.remove(request_id)
 
     def _become_idle(self) -> None:
         """Nothing can run: there is no work, or the engine is paused."""
         self._gate.nothing_to_run()
         if not self.scheduler.has_work:
             check_no_leak(self.scheduler)
+            self._answer_idle_waiters()
         if self._check_invariants:
             check_scheduler(self.scheduler)
-        if self._added or self._finished:
+        if self._events.has_news:
             # A request came and went without a step, so no StepEvent follows: observers must not go on showing it.
-            self._publish(self.make_snapshot())
+            self._events.publish(self.make_snapshot())
 
     # ------------------------------------------------------------------ called in the worker's thread
     def _on_execute_done(self, future: Future[None]) -> None:
@@ -372,37 +333,38 @@ class EngineCore:
             self._loop.call_soon_threadsafe(self._wake_up.set)
 
     # ------------------------------------------------------------------ what others may know
-    def _publish(self, event: Event) -> None:
-        self._recent_events.append(event)
-        self.bus.publish(event)
-
     def make_stats(self) -> SchedulerStats:
         return self.scheduler.make_stats()
 
     def make_snapshot(self) -> EngineSnapshot:
         """The full state, as it stands between two calls of the scheduler."""
-        return build_snapshot(
-            self.scheduler,
-            in_flight=[step.output for step in self._in_flight],
-            paused=self._gate.is_paused,
-            text_source=self._text_source,
-        )
+        return self._events.make_snapshot(in_flight=[step.output for step in self._in_flight], paused=self._gate.is_paused)
 
     # ------------------------------------------------------------------ failure
     def _log_failure(self, exc: BaseException) -> None:
         step = "no step" if self._current is None else describe_output(self._current)
-        events = "\n".join(f"  {describe_event(event)}" for event in self._recent_events)
         logger.error(
-            "the engine stops: %s: %s\nwhile it handled %s\nthe last %d events:\n%s",
+            "the engine stops: %s: %s\nwhile it handled %s\n%s",
             type(exc).__name__,
             exc,
             step,
-            len(self._recent_events),
-            events,
+            self._events.describe_recent(),
             exc_info=exc,
         )
 
     def _die(self, exc: BaseException) -> None:
         self._error = exc
-        self._gate.fail(EngineDeadError(f"the engine died of {type(exc).__name__}: {exc}"))
+        self._end_waiting(EngineDeadError(f"the engine died of {type(exc).__name__}: {exc}"))
         self._on_failure(exc)
+
+    def _end_waiting(self, error: BaseException) -> None:
+        """No step will come back any more."""
+        self._watchdog.stop()
+        self._gate.fail(error)
+        self._answer_idle_waiters()
+
+    def _answer_idle_waiters(self) -> None:
+        waiters, self._idle_waiters = self._idle_waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)

@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from aioengine.config import ModelInfo
 from aioengine.engine.detokenizer import TextTokenizer
+from aioengine.engine.long_prompts import are_token_ids, find_outside_vocabulary
 from aioengine.errors import InvalidRequestError
 from aioengine.sampling_params import SamplingParams
+from aioengine.structured_output.manager import StructuredOutputManager
+from aioengine.structured_output.matcher import CompiledGrammar
+
+T = TypeVar("T")
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or chat messages ({"role": ..., "content": ...})."""
@@ -26,8 +31,10 @@ class ProcessedInput:
     """A request that is fit for the scheduler."""
 
     prompt_token_ids: list[int]
-    sampling_params: SamplingParams  # max_tokens and seed are numbers
-    prompt: str | None  # the text that was tokenised
+    sampling_params: SamplingParams  # max_tokens and seed are numbers, bad_words are in token ids too
+    prompt: str | None  # the text that was tokenised, before it was truncated
+    grammar: CompiledGrammar | None = None  # what the output has to match
+    block_hashes: list[bytes] = field(default_factory=list)  # of the prompt's first full blocks, if it is a long one
 
 
 class InputProcessor:
@@ -45,6 +52,7 @@ class InputProcessor:
         max_model_len: int,
         max_tokens_limit: Callable[[int], int],
         seed: int | None,
+        structured_output: StructuredOutputManager | None = None,
     ) -> None:
         self._vocab_size = model_info.vocab_size
         self._model_name = model_info.name
@@ -52,17 +60,26 @@ class InputProcessor:
         self._max_model_len = max_model_len
         self._max_tokens_limit = max_tokens_limit
         self._rng = random.Random(seed)
+        self._structured_output = structured_output
 
     async def process(self, prompt: Prompt, sampling_params: SamplingParams | None) -> ProcessedInput:
-        """Check and complete one request; long text is tokenised in a thread."""
+        """Check and complete one request; long text is tokenised, and a grammar compiled, in a thread."""
         params = SamplingParams() if sampling_params is None else sampling_params
         self._check_params(params)
         if params.seed is None:
             # Drawn before anything is awaited, so that a seeded engine gives seeds in the order of the calls.
             params = dataclasses.replace(params, seed=self._rng.getrandbits(63))
+        if params.bad_words:
+            params = await self._with_bad_words(params)
         text, token_ids = await self._tokenize(prompt)
-        self._check_token_ids(token_ids)
-        return ProcessedInput(token_ids, self._complete_params(params, len(token_ids)), text)
+        token_ids = self._truncate(token_ids, params.truncate_prompt_tokens)
+        await self._check_token_ids(token_ids)
+        params = self._complete_params(params, len(token_ids))
+        grammar = None
+        if params.structured_outputs is not None:
+            assert self._structured_output is not None, "an engine that takes requests has a StructuredOutputManager"
+            grammar = await self._structured_output.compile(params.structured_outputs)
+        return ProcessedInput(token_ids, params, text, grammar)
 
     # ------------------------------------------------------------------ prompt -> token ids
     async def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
@@ -74,20 +91,28 @@ class InputProcessor:
         items = _as_list(prompt)
         if not items:
             raise InvalidRequestError("the prompt is empty")
+        if await are_token_ids(items):
+            return None, items
         if any(isinstance(item, Mapping) for item in items):
             num_chars = _check_messages(items)
             tokenizer = self._need_tokenizer("chat messages")
             if not tokenizer.has_chat_template:
                 raise InvalidRequestError(f"{self._model_name} has no chat template: pass text or token ids instead of messages")
             return await _run(num_chars, _encode_chat, tokenizer, items)
-        return None, _as_token_ids(items)
+        raise _wrong_item(items)
 
     def _need_tokenizer(self, what: str) -> TextTokenizer:
         if self._tokenizer is None:
             raise InvalidRequestError(f"{what} needs a tokenizer and this engine has none: pass token ids")
         return self._tokenizer
 
-    def _check_token_ids(self, token_ids: list[int]) -> None:
+    def _truncate(self, token_ids: list[int], num_tokens: int | None) -> list[int]:
+        """The last `num_tokens`, -1: as many as leave room for one more. What was cut off is not checked further."""
+        if num_tokens is None:
+            return token_ids
+        return token_ids[-(self._max_model_len - 1 if num_tokens == -1 else num_tokens) :]
+
+    async def _check_token_ids(self, token_ids: list[int]) -> None:
         if not token_ids:
             raise InvalidRequestError("the prompt has no tokens")
         most = self._max_model_len - 1
@@ -96,19 +121,36 @@ class InputProcessor:
                 f"the prompt has {len(token_ids)} tokens, but at most {most} fit: "
                 f"max_model_len is {self._max_model_len} and at least one token is generated"
             )
-        if min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
-            index, token_id = next((i, t) for i, t in enumerate(token_ids) if not 0 <= t < self._vocab_size)
-            raise InvalidRequestError(f"token id {token_id} at position {index} is not in the vocabulary of {self._vocab_size} ids")
+        index = await find_outside_vocabulary(token_ids, self._vocab_size)
+        if index is not None:
+            raise InvalidRequestError(f"token id {token_ids[index]} at position {index} is not in the vocabulary of {self._vocab_size} ids")
 
     # ------------------------------------------------------------------ sampling parameters
     def _check_params(self, params: SamplingParams) -> None:
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(f"sampling_params must be SamplingParams or None, got {type(params).__name__}")
-        for token_id in params.stop_token_ids:
-            if token_id >= self._vocab_size:
-                raise InvalidRequestError(f"stop token id {token_id} is not in the vocabulary of {self._vocab_size} ids")
+        check_vocabulary("stop_token_ids", params.stop_token_ids, self._vocab_size)
+        check_vocabulary("logit_bias", params.logit_bias, self._vocab_size)
+        check_vocabulary("allowed_token_ids", params.allowed_token_ids or (), self._vocab_size)
+        for word in params.bad_words_token_ids:
+            check_vocabulary("bad_words_token_ids", word, self._vocab_size)
         if params.stop_strings:
             self._need_tokenizer(f"the stop string {params.stop_strings[0]!r}")
+        most = self._max_model_len - 1
+        if params.truncate_prompt_tokens is not None and params.truncate_prompt_tokens > most:
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens is {params.truncate_prompt_tokens}, but a prompt may have at most {most} tokens: "
+                f"max_model_len is {self._max_model_len} and at least one token is generated"
+            )
+
+    async def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
+        """Add the token ids of `bad_words` to those that were given as such."""
+        for word in params.bad_words:
+            check_unicode("bad_words", word)
+        tokenizer = self._need_tokenizer(f"the bad word {params.bad_words[0]!r}")
+        num_chars = sum(map(len, params.bad_words))
+        words = await _run(num_chars, encode_bad_words, tokenizer, params.bad_words)
+        return dataclasses.replace(params, bad_words_token_ids=(*params.bad_words_token_ids, *words))
 
     def _complete_params(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         """Make max_tokens a number that max_model_len leaves room for; such a request ends with "length"."""
@@ -122,6 +164,35 @@ class InputProcessor:
                 f"min_tokens is {params.min_tokens}, but after {num_prompt_tokens} prompt tokens there is room for {max_tokens}"
             )
         return dataclasses.replace(params, max_tokens=max_tokens)
+
+
+def check_vocabulary(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    """Raise InvalidRequestError naming the first of `token_ids` that the model does not have. They are known to be >= 0."""
+    for token_id in token_ids:
+        if token_id >= vocab_size:
+            raise InvalidRequestError(f"{name}: token id {token_id} is not in the vocabulary of {vocab_size} ids")
+
+
+def encode_bad_words(tokenizer: TextTokenizer, bad_words: Sequence[str]) -> list[tuple[int, ...]]:
+    """Each word in tokens, as it is written at the beginning of a text and after a space.
+
+    vLLM takes the second form only if it has as many tokens as the first one and begins with another. A word of two tokens
+    that is one token after a space would then come through, so here every second form counts that is not blocked already:
+    one that ends in the tokens of the first form is.
+    """
+    token_ids: dict[tuple[int, ...], None] = {}  # a set that keeps the order
+    for word in bad_words:
+        first, after_space = (
+            tuple(_encode(tokenizer, prefix + word.lstrip(), add_special_tokens=False)) if word.strip() else () for prefix in ("", " ")
+        )
+        if not first:  # nothing but spaces, or nothing that the tokenizer keeps
+            first = after_space = tuple(_encode(tokenizer, word, add_special_tokens=False))
+        if not first:
+            raise InvalidRequestError(f"bad_words: {word!r} has no tokens")
+        token_ids[first] = None
+        if after_space[-len(first) :] != first:
+            token_ids[after_space] = None
+    return list(token_ids)
 
 
 def check_request_options(request_id: object, priority: object, cache_salt: object) -> None:
@@ -146,12 +217,10 @@ def check_unicode(what: str, text: str) -> None:
         raise InvalidRequestError(f"{what} is not valid Unicode: {text[exc.start]!r} at position {exc.start}") from None
 
 
-async def _run(
-    num_chars: int, encode: Callable[[TextTokenizer, Any], tuple[str, list[int]]], tokenizer: TextTokenizer, prompt: Any
-) -> tuple[str, list[int]]:
+async def _run(num_chars: int, encode: Callable[[TextTokenizer, Any], T], tokenizer: TextTokenizer, text: Any) -> T:
     if num_chars <= _MAX_INLINE_CHARS:
-        return encode(tokenizer, prompt)
-    return await asyncio.to_thread(encode, tokenizer, prompt)
+        return encode(tokenizer, text)
+    return await asyncio.to_thread(encode, tokenizer, text)
 
 
 def _encode_text(tokenizer: TextTokenizer, text: str) -> tuple[str, list[int]]:
@@ -173,12 +242,15 @@ def _encode_chat(tokenizer: TextTokenizer, messages: list[Mapping[str, str]]) ->
 
 def _encode(tokenizer: TextTokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
     backend = getattr(tokenizer, "backend", None)
-    if backend is None or len(text) <= _MAX_INLINE_CHARS:
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    # `tokenizers` keeps the GIL while it encodes one text and lets go of it for a batch. Holding it would stop the event
-    # loop from whatever thread this runs in: 0.2 s for 200,000 characters.
-    token_ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-    return token_ids
+    try:
+        if backend is None or len(text) <= _MAX_INLINE_CHARS:
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        # `tokenizers` keeps the GIL while it encodes one text and lets go of it for a batch. Holding it would stop the event
+        # loop from whatever thread this runs in: 0.2 s for 200,000 characters.
+        token_ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return token_ids
+    except Exception as exc:  # of whatever kind a tokenizer raises: it is this request that it cannot take
+        raise InvalidRequestError(f"the tokenizer failed on a text of {len(text)} characters: {type(exc).__name__}: {exc}") from exc
 
 
 def _as_list(prompt: object) -> list[Any]:
@@ -190,11 +262,9 @@ def _as_list(prompt: object) -> list[Any]:
     raise InvalidRequestError(f"the prompt must be text, token ids or chat messages, got {type(prompt).__name__}{hint}")
 
 
-def _as_token_ids(items: list[Any]) -> list[int]:
-    for index, item in enumerate(items):
-        if type(item) is not int:
-            raise InvalidRequestError(f"the prompt must be text, token ids or chat messages, but item {index} is {type(item).__name__}")
-    return items
+def _wrong_item(items: list[Any]) -> InvalidRequestError:
+    index, item = next((index, item) for index, item in enumerate(items) if type(item) is not int)
+    return InvalidRequestError(f"the prompt must be text, token ids or chat messages, but item {index} is {type(item).__name__}")
 
 
 def _check_messages(messages: list[Any]) -> int:

@@ -6,35 +6,61 @@ import asyncio
 from collections.abc import Sequence
 
 from aioengine.errors import EngineDeadError
-from aioengine.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput, TokenLogprobs
+from aioengine.outputs import CompletionHistory, CompletionOutput, FinishReason, RequestMetrics, RequestOutput, TokenLogprobs
+from aioengine.sampling_params import RequestOutputKind
+
+
+class _Completion:
+    """One continuation: what it has produced, and how much of that the consumer has."""
+
+    __slots__ = ("error", "finish_reason", "history", "num_pieces_taken", "stop_reason")
+
+    def __init__(self, *, with_logprobs: bool) -> None:
+        self.history = CompletionHistory(with_logprobs=with_logprobs)
+        self.num_pieces_taken = 0
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.error: str | None = None
+
+    def take_text_delta(self) -> str:
+        pieces, start = self.history.pieces, self.num_pieces_taken
+        end = self.num_pieces_taken = len(pieces)
+        return pieces[start] if end - start == 1 else "".join(pieces[start:])
+
+    def take_all(self, index: int) -> CompletionOutput:
+        """Everything so far; it stays here."""
+        return CompletionOutput.from_history(index, self.history, self.take_text_delta(), self.finish_reason, self.stop_reason, self.error)
+
+    def take_new(self, index: int) -> CompletionOutput:
+        """What came since the last time; it is forgotten here."""
+        history = self.history
+        self.history = CompletionHistory(with_logprobs=history.logprobs is not None)
+        text = "".join(history.pieces)
+        return CompletionOutput(index, text, history.token_ids, text, history.logprobs, self.finish_reason, self.stop_reason, self.error)
 
 
 class OutputCollector:
-    """Holds the latest state of one request and nothing else, so a slow consumer costs no memory.
+    """Holds what one request has produced until its consumer takes it; putting and taking cost the same at any length.
 
-    Whatever arrives between two calls of `take()` is merged into one `RequestOutput`: its `text_delta` spans all of it.
-    Text, token ids and logprobs of an output are from the same step. One consumer a collector; writer and consumer are
-    in the same event loop.
+    Whatever arrives between two calls of `take()` is merged into one `RequestOutput`: a slow consumer gets fewer outputs
+    and the same contents. One consumer a collector; writer and consumer are in the same event loop.
 
-    final_only: `take()` waits for the end, so no intermediate output is built.
+    num_completions: how many continuations there are; each has an index.
+    output_kind: what `take()` returns. With FINAL_ONLY it waits for the end, so no intermediate output is built.
     """
 
     __slots__ = (
+        "_completions",
         "_error",
-        "_final_only",
-        "_finish_reason",
-        "_finished_time",
-        "_first_token_time",
-        "_logprobs",
+        "_is_ready",
+        "_metrics",
         "_num_cached_tokens",
-        "_num_chars_taken",
+        "_num_running",
+        "_output_kind",
         "_prompt",
+        "_prompt_logprobs",
         "_prompt_token_ids",
-        "_queued_time",
-        "_ready",
-        "_stop_reason",
-        "_text",
-        "_token_ids",
+        "_waiter",
         "request_id",
     )
 
@@ -46,91 +72,108 @@ class OutputCollector:
         prompt: str | None,
         queued_time: float,
         with_logprobs: bool,
-        final_only: bool = False,
+        with_prompt_logprobs: bool = False,
+        output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE,
+        num_completions: int = 1,
     ) -> None:
         self.request_id = request_id
         self._prompt_token_ids = prompt_token_ids
         self._prompt = prompt
-        self._queued_time = queued_time
-        self._final_only = final_only
-        self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprobs] | None = [] if with_logprobs else None
-        self._text = ""
-        self._num_chars_taken = 0
+        self._prompt_logprobs: list[TokenLogprobs | None] | None = [None] if with_prompt_logprobs else None
+        self._output_kind = output_kind
+        self._completions = [_Completion(with_logprobs=with_logprobs) for _ in range(num_completions)]
+        self._num_running = num_completions
         self._num_cached_tokens = 0
-        self._first_token_time: float | None = None
-        self._finished_time: float | None = None
-        self._finish_reason: FinishReason | None = None
-        self._stop_reason: int | str | None = None
+        self._metrics = RequestMetrics(queued_time)
         self._error: BaseException | None = None
-        self._ready = asyncio.Event()
+        self._is_ready = False
+        self._waiter: asyncio.Future[None] | None = None
 
     # ------------------------------------------------------------------ the engine's side
-    def push(
-        self,
-        text: str,
-        new_token_ids: Sequence[int],
-        *,
-        now: float,
-        logprobs: Sequence[TokenLogprobs] | None = None,
-        num_cached_tokens: int = 0,
-    ) -> None:
-        """Take in one step: `text` is the whole visible text so far."""
-        if self._first_token_time is None and new_token_ids:
-            self._first_token_time = now
-        self._text = text
-        self._token_ids += new_token_ids
-        if self._logprobs is not None and logprobs is not None:
-            self._logprobs += logprobs
-        self._num_cached_tokens = num_cached_tokens
-        if not self._final_only:
-            self._ready.set()
+    def push(self, index: int, piece: str, token_ids: Sequence[int], *, logprobs: Sequence[TokenLogprobs] | None = None) -> None:
+        """Add to continuation `index` what became visible: text, and the token ids and logprobs that belong to it."""
+        history = self._completions[index].history
+        if piece:
+            history.pieces.append(piece)
+        history.token_ids += token_ids
+        if history.logprobs is not None and logprobs is not None:
+            history.logprobs += logprobs
+        if self._output_kind is not RequestOutputKind.FINAL_ONLY:
+            self._wake_up()
 
-    def finish(self, text: str, finish_reason: FinishReason, *, now: float, stop_reason: int | str | None = None) -> None:
-        """Nothing follows."""
-        self._text = text
-        self._finish_reason = finish_reason
-        self._stop_reason = stop_reason
-        self._finished_time = now
-        self._ready.set()
+    def note_first_token(self, now: float) -> None:
+        """A token was sampled, even if nothing of it may be shown yet."""
+        if self._metrics.first_token_time is None:
+            self._metrics = RequestMetrics(self._metrics.queued_time, now)
+
+    def note_cached_tokens(self, num_cached_tokens: int) -> None:
+        """How many tokens of the prompt came from the prefix cache."""
+        self._num_cached_tokens = num_cached_tokens
+
+    def push_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Add those of the prompt's next tokens."""
+        if self._prompt_logprobs is not None:
+            self._prompt_logprobs += logprobs
+
+    def finish(
+        self, index: int, finish_reason: FinishReason, *, now: float, stop_reason: int | str | None = None, error: str | None = None
+    ) -> None:
+        """Nothing follows for continuation `index`. A continuation that has ended is left as it is."""
+        completion = self._completions[index]
+        if completion.finish_reason is not None:
+            return
+        completion.finish_reason, completion.stop_reason, completion.error = finish_reason, stop_reason, error
+        self._num_running -= 1
+        if self._num_running == 0:
+            self._metrics = RequestMetrics(self._metrics.queued_time, self._metrics.first_token_time, now)
+        if self._num_running == 0 or self._output_kind is not RequestOutputKind.FINAL_ONLY:
+            self._wake_up()
 
     def fail(self, error: BaseException) -> None:
         """The engine died or was shut down: the consumer gets an EngineDeadError, caused by `error`."""
         self._error = error
-        self._ready.set()
+        self._wake_up()
 
     @property
     def finished(self) -> bool:
-        return self._finish_reason is not None
+        """All continuations have ended."""
+        return self._num_running == 0
+
+    def _wake_up(self) -> None:
+        self._is_ready = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     # ------------------------------------------------------------------ the consumer's side
     async def take(self) -> RequestOutput:
-        """Wait for something new and return everything so far; after the end, the end again. Raises EngineDeadError."""
-        await self._ready.wait()
+        """Wait for something new and return the output with it; after the end, the end again. Raises EngineDeadError."""
+        if not self._is_ready:
+            # A bare future: asyncio.Event would cost a coroutine and a queue more for every output.
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
         if self._error is not None:
             raise _dead(self.request_id, self._error) from _cause(self._error)
-        if self._finish_reason is None:
-            self._ready.clear()
-        text_delta = self._text[self._num_chars_taken :]
-        self._num_chars_taken = len(self._text)
+        self._is_ready = self._num_running == 0
+        if self._output_kind is RequestOutputKind.DELTA:
+            outputs = [completion.take_new(index) for index, completion in enumerate(self._completions)]
+        else:
+            outputs = [completion.take_all(index) for index, completion in enumerate(self._completions)]
         return RequestOutput(
-            request_id=self.request_id,
-            prompt_token_ids=self._prompt_token_ids,
-            outputs=[
-                CompletionOutput(
-                    index=0,
-                    text=self._text,
-                    token_ids=self._token_ids.copy(),
-                    text_delta=text_delta,
-                    logprobs=None if self._logprobs is None else self._logprobs.copy(),
-                    finish_reason=self._finish_reason,
-                    stop_reason=self._stop_reason,
-                )
-            ],
-            metrics=RequestMetrics(self._queued_time, self._first_token_time, self._finished_time),
-            num_cached_tokens=self._num_cached_tokens,
-            prompt=self._prompt,
+            self.request_id,
+            self._prompt_token_ids,
+            outputs,
+            self._metrics,
+            self._num_cached_tokens,
+            self._prompt,
+            self._complete_prompt_logprobs(),
         )
+
+    def _complete_prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        logprobs = self._prompt_logprobs
+        return logprobs if logprobs is not None and len(logprobs) == len(self._prompt_token_ids) else None
 
 
 def _dead(request_id: str, error: BaseException) -> EngineDeadError:

@@ -259,6 +259,7 @@ def _output_from_dict(fields: dict[str, Any]) -> SchedulerOutput:
     fields["scheduled_cached_reqs"] = _cached_from_dict(fields["scheduled_cached_reqs"])
     fields["finished_req_ids"] = frozenset(fields["finished_req_ids"])
     fields["preempted_req_ids"] = frozenset(fields["preempted_req_ids"])
+    fields["structured_output_request_ids"] = frozenset(fields.get("structured_output_request_ids", ()))
     return SchedulerOutput(**fields)
 
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from aioengine.config import ResolvedConfig
 from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.errors import EngineDeadError
 from aioengine.executor.base import GrammarOutput
+from aioengine.executor.worker_thread import WorkerThread
 from aioengine.outputs import ModelRunnerOutput
 from aioengine.worker.async_output import AsyncOutput, OutputThread
 
@@ -61,7 +62,7 @@ class UniProcExecutor:
         self._worker_factory = worker_factory or self._create_worker
         self._worker: WorkerProtocol | None = None
         self._failure: BaseException | None = None
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="aioengine-worker")
+        self._thread = WorkerThread("aioengine-worker")
         self._outputs = OutputThread(on_failure=self._note_failure)
         self._shutdown_lock = threading.Lock()
         self._is_shut_down = False
@@ -103,7 +104,7 @@ class UniProcExecutor:
             if self._is_shut_down:
                 return
             self._is_shut_down = True
-            self._thread.shutdown(wait=True, cancel_futures=True)
+            self._thread.shutdown()
             self._outputs.shutdown()
             worker, self._worker = self._worker, None
             if worker is not None:

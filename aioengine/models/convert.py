@@ -20,6 +20,7 @@ from aioengine.models.json_file import read_json
 # Written last: a folder without it is an unfinished conversion. Raise the number when the conversion changes.
 MARKER = "aioengine.json"
 VERSION = 1
+_MAX_FREQUENCIES = 1 << 12  # half of a head's size
 
 
 def is_converted(folder: Path) -> bool:
@@ -48,7 +49,7 @@ def convert_gguf(path: Path, folder: Path, *, files: tuple[Path, ...]) -> None:
         except Exception as error:  # transformers documents no exceptions for this
             raise ModelError(f"transformers cannot convert the config and tokenizer of {path}: {error}") from error
         _complete_config(temporary, parts)
-        _complete_tokenizer(temporary, header.metadata)
+        _complete_tokenizer(path, temporary, header.metadata)
         _write(temporary / MARKER, {"version": VERSION, "source": path.name})
         _install(temporary, folder)
 
@@ -96,7 +97,7 @@ def _rope_parameters(parts: list[Any], found: Mapping[str, Any]) -> dict[str, An
     for part in parts:
         for info in part.header.tensors:
             if info.name == ROPE_FACTORS:
-                return {**rope, "frequency_factors": read_vector(part, info).tolist()}
+                return {**rope, "frequency_factors": read_vector(part, info, max_size=_MAX_FREQUENCIES).tolist()}
     kind = header.metadata.get(f"{prefix}.type", "none")
     if kind == "none":
         return rope
@@ -114,12 +115,16 @@ def _natural_dtype(kinds: set[str]) -> str:
     return "bfloat16" if kinds <= {"BF16", "F32"} else "float16"
 
 
-def _complete_tokenizer(folder: Path, metadata: Mapping[str, Any]) -> None:
+def _complete_tokenizer(path: Path, folder: Path, metadata: Mapping[str, Any]) -> None:
     """Two corrections to what transformers' converter makes of a byte-level vocabulary."""
+    from aioengine.models.gguf import ArrayInfo
+
     tokenizer = read_json(folder / "tokenizer.json")
     # It adds the special tokens that GPT-2 has and this model may not have: ids past the end of the embedding table.
-    size = int(metadata["tokenizer.ggml.tokens"])
-    tokenizer["added_tokens"] = [token for token in tokenizer["added_tokens"] if token["id"] < size]
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, ArrayInfo) or not tokens.of_strings:
+        raise ModelError(f"{path}: tokenizer.ggml.tokens must be an array of strings, got {tokens!r:.200}")
+    tokenizer["added_tokens"] = [token for token in tokenizer["added_tokens"] if token["id"] < tokens.num_items]
     if metadata.get("tokenizer.ggml.pre") == "smollm":
         # SmolLM splits every digit off before the usual GPT-2 split; the converter does not know its name.
         digits = {"type": "Digits", "individual_digits": True}

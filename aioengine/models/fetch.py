@@ -24,6 +24,7 @@ _logger = logging.getLogger(__name__)
 _CHUNK = 1 << 20
 _TIMEOUT_S = 60.0
 _ATTEMPTS = 4
+DEFAULT_MAX_BYTES = 64 << 30
 
 
 class DownloadError(ModelError):
@@ -41,16 +42,26 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def download(url: str, target: Path, *, sha256: str, label: str, progress: bool = True, retry_wait_s: float = 1.0) -> None:
+def download(
+    url: str,
+    target: Path,
+    *,
+    sha256: str,
+    label: str,
+    progress: bool = True,
+    retry_wait_s: float = 1.0,
+    max_bytes: int = DEFAULT_MAX_BYTES,
+) -> None:
     """Fetch `url` to `target`, going on from `target`.part if there is one.
 
     A broken connection is tried again a few times, each time from where it stopped. Raises DownloadError if that does
-    not help, and ModelError if the content is not what was expected: then the partial file is removed.
+    not help, and ModelError if the content is not what was expected or longer than `max_bytes`: then the partial file is
+    removed.
     """
     part = target.with_name(target.name + ".part")
     for attempt in range(_ATTEMPTS):
         try:
-            _receive(url, part, label=label, progress=progress)
+            _receive(url, part, label=label, progress=progress, max_bytes=max_bytes)
             break
         except urllib.error.HTTPError as error:
             if error.code == 416 and part.exists():  # nothing left to send: the part is whole, or longer than the file
@@ -69,7 +80,7 @@ def download(url: str, target: Path, *, sha256: str, label: str, progress: bool 
     os.replace(part, target)
 
 
-def _receive(url: str, part: Path, *, label: str, progress: bool) -> None:
+def _receive(url: str, part: Path, *, label: str, progress: bool, max_bytes: int) -> None:
     """One connection: append to `part` what it lacks. Raises OSError or HTTPException when the connection breaks."""
     have = part.stat().st_size if part.exists() else 0
     request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
@@ -77,17 +88,21 @@ def _receive(url: str, part: Path, *, label: str, progress: bool) -> None:
         resumed = response.status == 206
         if not resumed:
             have = 0  # the server sends all of it again
-        length = response.headers.get("Content-Length")
-        total = have + int(length) if length is not None else None
+        length = response.headers.get("Content-Length", "")
+        total = have + int(length) if length.isascii() and length.isdigit() and len(length) < 20 else None
         with part.open("ab" if resumed else "wb") as file, progress_bar(total, initial=have, label=label, enabled=progress) as bar:
-            received = have + _copy(response, file, bar)
+            received = have + _copy(response, file, bar, max_bytes=max_bytes - have)
+    if received > max_bytes:
+        part.unlink()
+        raise ModelError(f"{label} is longer than the {max_bytes} bytes that it may have; what was received was removed")
     if total is not None and received < total:
         raise http.client.IncompleteRead(b"", total - received)
 
 
-def _copy(source: http.client.HTTPResponse, target: BinaryIO, bar: tqdm[NoReturn]) -> int:
+def _copy(source: http.client.HTTPResponse, target: BinaryIO, bar: tqdm[NoReturn], *, max_bytes: int) -> int:
+    """Stops behind `max_bytes`: a server may send for ever."""
     count = 0
-    while chunk := source.read1(_CHUNK):
+    while count <= max_bytes and (chunk := source.read1(_CHUNK)):
         target.write(chunk)
         count += len(chunk)
         bar.update(len(chunk))

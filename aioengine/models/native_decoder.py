@@ -7,6 +7,7 @@ dequantized float32 model up to the order of summation.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,7 @@ from aioengine.models.decoder import DecoderForCausalLM
 
 if TYPE_CHECKING:
     from aioengine.attention.base import AttentionBackend
-    from aioengine_kernels.cpu import LayerWeights, NativeDecoder, PackedMatrix
+    from aioengine_kernels.cpu import FusedMatrix, LayerWeights, NativeDecoder, PackedMatrix
 
 _SILU = ("silu", "swish")
 
@@ -87,8 +88,8 @@ class NativeDecoderForCausalLM(CausalLM):
         c = self.config
         hidden, size = c.hidden_size, c.intermediate_size
         heads, kv_heads = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        self._embedding = source.matrix([("model.embed_tokens", c.vocab_size)], hidden)
-        self._head = self._embedding if c.tie_word_embeddings else source.matrix([("lm_head", c.vocab_size)], hidden)
+        self._embedding = source.matrix("model.embed_tokens", c.vocab_size, hidden)
+        self._head = self._embedding if c.tie_word_embeddings else source.matrix("lm_head", c.vocab_size, hidden)
         self._final_norm = source.vector("model.norm.weight", hidden)
         self._layers = [self._load_layer(source, f"model.layers.{i}", hidden, size, heads, kv_heads) for i in range(c.num_layers)]
         source.check_used_up()
@@ -101,10 +102,10 @@ class NativeDecoderForCausalLM(CausalLM):
         output, down = [(f"{attention}.o_proj", hidden)], [(f"{mlp}.down_proj", hidden)]
         gate_up = [(f"{mlp}.gate_proj", size), (f"{mlp}.up_proj", size)]
         return LayerWeights(
-            qkv=source.matrix(qkv, hidden),
-            output=source.matrix(output, heads),
-            gate_up=source.matrix(gate_up, hidden),
-            down=source.matrix(down, size),
+            qkv=source.fused(qkv, hidden),
+            output=source.fused(output, heads),
+            gate_up=source.fused(gate_up, hidden),
+            down=source.fused(down, size),
             input_norm=source.vector(f"{path}.input_layernorm.weight", hidden),
             post_norm=source.vector(f"{path}.post_attention_layernorm.weight", hidden),
             query_norm=source.vector(f"{attention}.q_norm.weight", c.head_dim) if c.qk_norm else None,
@@ -203,25 +204,44 @@ class _Checkpoint:
     def bias(self, parts: Sequence[tuple[str, int]]) -> torch.Tensor:
         return torch.cat([self.vector(f"{name}.bias", rows) for name, rows in parts])
 
-    def matrix(self, parts: Sequence[tuple[str, int]], columns: int) -> PackedMatrix:
-        """The parts' rows as one matrix: quantized as stored if all are stored alike, else dense."""
-        from aioengine_kernels.cpu.packing import pack, supports_packing
+    def matrix(self, name: str, rows: int, columns: int) -> PackedMatrix:
+        """Quantized as stored where the kernels have that format, else dense."""
+        return _pack_alike([self._take(f"{name}.weight", (rows, columns))])
+
+    def fused(self, parts: Sequence[tuple[str, int]], columns: int) -> PackedMatrix | FusedMatrix:
+        """The parts' rows as one matrix. Neighbours that are stored alike are packed together, others each in its own format."""
+        from aioengine_kernels.cpu import FusedMatrix
 
         stored = [self._take(f"{name}.weight", (rows, columns)) for name, rows in parts]
-        packed = [tensor.read_packed() for tensor in stored]
-        kinds = {rows.kind for rows in packed if rows is not None}
-        if len(kinds) == 1 and all(rows is not None for rows in packed) and supports_packing(next(iter(kinds)), columns) is None:
-            return pack(kinds.pop(), columns, [rows.data for rows in packed if rows is not None])
-        dense = torch.empty(sum(rows for _, rows in parts), columns)
-        first = 0
-        for tensor, (_, rows) in zip(stored, parts, strict=True):
-            tensor.read_into(dense[first : first + rows])
-            first += rows
-        return _pack_lossless(dense)
+        packed = tuple(_pack_alike(list(alike)) for _, alike in groupby(stored, key=_packable_kind))
+        return packed[0] if len(packed) == 1 else FusedMatrix(packed)
 
     def check_used_up(self) -> None:
         if self._tensors:
             raise ModelError(f"tensor {min(self._tensors)} of the checkpoint is none of this architecture's")
+
+
+def _packable_kind(stored: StoredTensor) -> str | None:
+    """The ggml type that the tensor can be packed as; None: only as plain numbers."""
+    from aioengine_kernels.cpu.packing import supports_packing
+
+    rows = stored.read_packed()
+    return None if rows is None or supports_packing(rows.kind, stored.shape[1]) is not None else rows.kind
+
+
+def _pack_alike(parts: Sequence[StoredTensor]) -> PackedMatrix:
+    """The rows of tensors that all have the same `_packable_kind`."""
+    from aioengine_kernels.cpu.packing import pack
+
+    kind, columns = _packable_kind(parts[0]), parts[0].shape[1]
+    if kind is not None:
+        return pack(kind, columns, [rows.data for part in parts if (rows := part.read_packed()) is not None])
+    dense = torch.empty(sum(part.shape[0] for part in parts), columns)
+    first = 0
+    for part in parts:
+        part.read_into(dense[first : first + part.shape[0]])
+        first += part.shape[0]
+    return _pack_lossless(dense)
 
 
 def _pack_lossless(weight: torch.Tensor) -> PackedMatrix:

@@ -27,7 +27,7 @@ def find_safetensors(folder: Path) -> tuple[Path, ...]:
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ModelError(f"{index} has no weight_map")
-        files = tuple(folder / str(name) for name in sorted(set(weight_map.values())))
+        files = tuple(folder / name for name in sorted({_file_name(index, value) for value in weight_map.values()}))
         missing = [file.name for file in files if not file.is_file()]
         if missing:
             raise ModelError(f"{folder} lacks {', '.join(missing)}, which {INDEX_NAME} lists")
@@ -41,6 +41,13 @@ def find_safetensors(folder: Path) -> tuple[Path, ...]:
     return tuple(found)
 
 
+def _file_name(index: Path, value: Any) -> str:
+    """A file beside the index, not a path that leads elsewhere."""
+    if not isinstance(value, str) or Path(value).name != value or "\0" in value:
+        raise ModelError(f"{index}: weight_map must name files of the same folder, got {value!r:.200}")
+    return value
+
+
 @dataclass(frozen=True, slots=True)
 class SafetensorsTensor:
     """A `StoredTensor` of a safetensors file."""
@@ -51,7 +58,10 @@ class SafetensorsTensor:
     path: Path
 
     def read_into(self, out: torch.Tensor) -> None:
-        stored: torch.Tensor = self.handle.get_tensor(self.name)
+        try:
+            stored: torch.Tensor = self.handle.get_tensor(self.name)
+        except Exception as error:  # what a dtype that torch lacks raises differs between releases of safetensors
+            raise ModelError(f"{self.path}: cannot read tensor {self.name}: {error}") from error
         if not stored.is_floating_point():
             raise ModelError(f"{self.path}: tensor {self.name} is stored as {stored.dtype}; quantized safetensors are not supported")
         out.copy_(stored)
@@ -66,7 +76,7 @@ def open_safetensors(path: Path) -> Iterator[SafetensorsTensor]:
         handle: Any = safe_open(path, framework="pt", device="cpu")
         names = list(handle.keys())
         shapes = [tuple(handle.get_slice(name).get_shape()) for name in names]
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, UnicodeError) as error:
         raise ModelError(f"cannot read {path}: {error}") from error
     for name, shape in zip(names, shapes, strict=True):
         yield SafetensorsTensor(handle, name, shape, path)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from aioengine.errors import InvalidRequestError, ModelError
-from aioengine.models.json_file import read_json
+from aioengine.models.json_file import MAX_BYTES, read_json, read_text
 
 if TYPE_CHECKING:
     import jinja2
@@ -61,7 +61,6 @@ class Tokenizer:
         """
         if self._chat_template is None:
             raise InvalidRequestError("the model has no chat template; pass the prompt as text or token ids")
-        import jinja2
 
         try:
             if self._compiled is None:
@@ -69,7 +68,7 @@ class Tokenizer:
             return self._compiled.render(
                 messages=[dict(message) for message in messages], add_generation_prompt=add_generation_prompt, **self.special_tokens
             )
-        except (jinja2.TemplateError, TypeError, KeyError, AttributeError) as error:
+        except Exception as error:  # the template is other people's code: it may divide by zero, or call itself for ever
             raise InvalidRequestError(f"the chat template refuses these messages: {error}") from error
 
 
@@ -79,10 +78,16 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     A folder without tokenizer.json (sentencepiece only) is converted through transformers each time, which takes seconds.
     """
     path = folder / "tokenizer.json"
+    if path.is_file() and (size := path.stat().st_size) > MAX_BYTES:
+        raise ModelError(f"{path} has {size} bytes, more than the {MAX_BYTES} that a tokenizer may have")
     try:
         # tokenizers raises a bare Exception for a file it cannot read.
         backend = tokenizers.Tokenizer.from_file(str(path)) if path.is_file() else _convert(folder)
     except Exception as error:
+        raise ModelError(f"cannot read the tokenizer in {folder}: {error}") from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # how a failed assertion of Rust code arrives, past `Exception`
+            raise
         raise ModelError(f"cannot read the tokenizer in {folder}: {error}") from error
     config_path = folder / "tokenizer_config.json"
     config = read_json(config_path) if config_path.is_file() else {}
@@ -113,11 +118,11 @@ def _read_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """chat_template.jinja, else the key of tokenizer_config.json: a text, or a list of named ones of which "default" counts."""
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     template = config.get("chat_template")
     if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, Mapping)}
-        template = named.get("default")
+        named = [entry.get("template") for entry in template if isinstance(entry, Mapping) and entry.get("name") == "default"]
+        template = named[-1] if named else None
     return template if isinstance(template, str) else None
 
 

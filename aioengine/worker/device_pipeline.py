@@ -8,7 +8,7 @@ and learns what they are later.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,12 +17,15 @@ import numpy.typing as npt
 import torch
 
 from aioengine.attention.base import AttentionBatch
+from aioengine.config import LogprobsMode
 from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.worker.block_table import BlockTable
 from aioengine.worker.input_batch import InputBatch, StepPlan, plan_step
 from aioengine.worker.pipeline import PaddedInputs, SampledRows, StepPipeline, sampled_rows
 from aioengine.worker.request_state import RequestStates
-from aioengine.worker.sample.device_sampler import StagedSampling, read_logprobs, sample_on_device, sampling_arrays, staged_sampling
+from aioengine.worker.sample.device_sampler import StagedSampling, sample_on_device, sampling_arrays, staged_sampling
+from aioengine.worker.sample.logprobs import make_entries
+from aioengine.worker.sample.sampler import NAN_LOGITS, NOTHING_ALLOWED
 from aioengine.worker.staging import Staging
 from aioengine.worker.transfers import Download, Transfers
 from aioengine_kernels.batch_inputs import BatchInputs, RequestTables, StepRows, batch_inputs
@@ -66,21 +69,31 @@ class _PendingRows:
     num_logprobs: list[int]
 
     def wait(self) -> SampledRows:
-        token_ids, *rest = self.download.wait()
+        token_ids, best, *rest = self.download.wait()
+        failed = {row: NOTHING_ALLOWED if best[row] == -np.inf else NAN_LOGITS for row in (~np.isfinite(best)).nonzero()[0].tolist()}
+        tokens = [[token] for token in token_ids.tolist()]
         if not rest:
-            return SampledRows(token_ids.tolist())
-        logprob_token_ids, logprobs, ranks = rest
-        entries = read_logprobs(logprob_token_ids, logprobs, ranks, self.num_logprobs)
-        return SampledRows(token_ids.tolist(), dict(zip(self.logprob_rows, entries, strict=True)))
+            return SampledRows(tokens, failed=failed)
+        ids, values, ranks = (array.tolist() for array in rest)
+        entries = make_entries(ids, values, ranks, self.num_logprobs)
+        return SampledRows(tokens, {row: [entry] for row, entry in zip(self.logprob_rows, entries, strict=True)}, failed)
 
 
 class DevicePipeline(StepPipeline):
     """See the module. Memory: the two tables, and the inputs of the largest step."""
 
     def __init__(
-        self, *, states: RequestStates, block_table: BlockTable, transfers: Transfers, max_num_tokens: int, vocab_size: int
+        self,
+        *,
+        states: RequestStates,
+        block_table: BlockTable,
+        transfers: Transfers,
+        max_num_tokens: int,
+        vocab_size: int,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
     ) -> None:
         self._states = states
+        self._logprobs_mode: LogprobsMode = logprobs_mode
         self._block_table = block_table
         self._transfers = transfers
         self._vocab_size = vocab_size
@@ -112,6 +125,8 @@ class DevicePipeline(StepPipeline):
 
     # ------------------------------------------------------------------ inputs
     def build_batch(self, out: SchedulerOutput) -> InputBatch:
+        if out.scheduled_spec_decode_tokens:
+            raise RuntimeError("guessed tokens can be checked on the CPU only: here the host does not wait for what was sampled")
         token_writes, block_writes = self._collect_writes(out)
         plan = plan_step(out, states=self._states, block_table=self._block_table)
         num_tokens, limit = int(plan.query_start_loc[-1]), self._inputs.input_ids.shape[0]
@@ -119,7 +134,7 @@ class DevicePipeline(StepPipeline):
         rows = self._row_arrays(plan)
         sampled = plan.sampled
         slots = plan.slots[sampled]
-        output_indices = plan.seq_lens[sampled].astype(np.int64) - self._states.num_prompt_tokens[slots]
+        output_indices = plan.row_seq_lens - self._states.num_prompt_tokens[slots]
         sampling = self._states.sampling.gather(slots, output_indices)
         logits_indices = plan.query_start_loc[sampled + 1].astype(np.int64) - 1
 
@@ -142,7 +157,7 @@ class DevicePipeline(StepPipeline):
             plan,
             query_start_loc=step_rows.query_start_loc,
             logits_indices=staged.tensors[first_of_rest],
-            sampling=staged_sampling(staged, sampling, first=first_of_rest + 1),
+            sampling=staged_sampling(staged, sampling, first=first_of_rest + 1, token_table=self._tables.token_table),
         )
 
     def _collect_writes(self, out: SchedulerOutput) -> tuple[_TableWrites, _TableWrites]:
@@ -221,6 +236,7 @@ class DevicePipeline(StepPipeline):
             block_table=inputs.block_table[:num_reqs],
             logits_indices=logits_indices,
             sampled_np=plan.sampled,
+            row_seq_lens_np=plan.row_seq_lens,
             staged=sampling,
         )
 
@@ -245,7 +261,13 @@ class DevicePipeline(StepPipeline):
         staged = batch.staged
         assert staged is not None
         allowed = self._send_bitmasks(bitmasks) if bitmasks else None
-        samples = sample_on_device(logits, staged, last_sampled_tokens=self._tables.last_sampled_tokens, allowed=allowed)
+        samples = sample_on_device(
+            logits,
+            staged,
+            last_sampled_tokens=self._tables.last_sampled_tokens,
+            allowed=allowed,
+            logprobs_mode=self._logprobs_mode,
+        )
         req_ids, slots, _ = sampled_rows(batch, self._states)
         self._states.count_sampled(req_ids, slots)
         return _PendingRows(self._transfers.download(samples.tensors()), staged.logprob_rows_np.tolist(), staged.num_logprobs)
@@ -261,6 +283,9 @@ class DevicePipeline(StepPipeline):
         rows, bits_tensor = (tensor.clone() for tensor in staged.tensors)
         staged.release()
         return rows, bits_tensor
+
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> Download:
+        return self._transfers.download(tensors)
 
     def end_step(self, batch: InputBatch) -> None:
         assert batch.staged is not None

@@ -40,8 +40,9 @@ class InputBatch:
     positions: torch.Tensor  # [num_tokens] int64
     slot_mapping: torch.Tensor  # [num_tokens] int64: block_id * block_size + offset
     block_table: torch.Tensor  # [num_reqs, max_num_blocks of this step] int32
-    logits_indices: torch.Tensor  # [num_sampled] int64: the rows of the hidden states that are sampled from
-    sampled_np: LongArray  # [num_sampled]: the batch indices of the requests that sample
+    logits_indices: torch.Tensor  # [num_rows] int64: the rows of the hidden states that are sampled from
+    sampled_np: LongArray  # [num_rows]: the batch index of each of them; a request with guesses has several in a row
+    row_seq_lens_np: LongArray  # [num_rows]: how many tokens come before the one that a row samples
     staged: StagedSampling | None = None  # what the device's sampler reads; None where the sampler reads the host's tables
 
     def attention_batch(self) -> AttentionBatch:
@@ -69,13 +70,15 @@ class StepPlan:
     starts: IntArray  # [num_reqs]: the position of the first token of this step
     seq_lens: IntArray  # [num_reqs]
     query_start_loc: IntArray  # [num_reqs + 1]
-    sampled: LongArray  # [num_sampled]: the batch indices of the requests that sample
+    sampled: LongArray  # [num_rows]: the batch index of each row that is sampled from
+    row_seq_lens: LongArray  # [num_rows]: how many tokens come before the one that a row samples
 
 
 def plan_step(out: SchedulerOutput, *, states: RequestStates, block_table: BlockTable) -> StepPlan:
     """Lay out a step, from `states.num_computed_tokens` on for each request.
 
-    A request samples if the step reaches the last token that is known.
+    A request samples if the step reaches the last token that is known; with guesses behind it, once after that token and once
+    after each of them. The guesses stand in the token table and count as known for this step only.
     Raises RuntimeError if the step wants a token that is not known yet or a position that has no block.
     """
     req_ids = list(out.num_scheduled_tokens)
@@ -84,10 +87,21 @@ def plan_step(out: SchedulerOutput, *, states: RequestStates, block_table: Block
     starts = states.num_computed_tokens[slots]
     seq_lens = starts + num_scheduled
     known = states.num_known_tokens[slots]
+    guesses = out.scheduled_spec_decode_tokens
+    if guesses:
+        num_guesses = np.fromiter((len(guesses.get(r, ())) for r in req_ids), dtype=np.int32, count=len(req_ids))
+        known = known + num_guesses
     _check_in_reach(req_ids, seq_lens, known=known, held=block_table.num_blocks[slots] * block_table.block_size)
     query_start_loc = np.zeros(len(req_ids) + 1, dtype=np.int32)
     np.cumsum(num_scheduled, out=query_start_loc[1:])
-    return StepPlan(req_ids, slots, num_scheduled, starts, seq_lens, query_start_loc, sampled=(seq_lens == known).nonzero()[0])
+    sampled = (seq_lens == known).nonzero()[0]
+    row_seq_lens = seq_lens[sampled].astype(np.int64)
+    if guesses:
+        num_rows = 1 + num_guesses[sampled]
+        sampled, row_seq_lens = np.repeat(sampled, num_rows), np.repeat(row_seq_lens, num_rows)
+        num_to_come = np.repeat(num_rows.cumsum(), num_rows) - np.arange(len(sampled)) - 1  # rows of the same request
+        row_seq_lens -= num_to_come
+    return StepPlan(req_ids, slots, num_scheduled, starts, seq_lens, query_start_loc, sampled=sampled, row_seq_lens=row_seq_lens)
 
 
 def build_input_batch(out: SchedulerOutput, *, states: RequestStates, block_table: BlockTable, device: Device) -> InputBatch:
@@ -127,8 +141,9 @@ def build_input_batch(out: SchedulerOutput, *, states: RequestStates, block_tabl
         positions=device.to_device(positions),
         slot_mapping=device.to_device(block_ids * block_size + positions % block_size),
         block_table=device.to_device(block_table.array[slots, :max_num_blocks]),
-        logits_indices=device.to_device(query_start_loc[plan.sampled + 1].astype(np.int64) - 1),
+        logits_indices=device.to_device(query_start_loc[plan.sampled] - plan.starts[plan.sampled] + plan.row_seq_lens - 1),
         sampled_np=plan.sampled,
+        row_seq_lens_np=plan.row_seq_lens,
     )
 
 

@@ -7,20 +7,22 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy.typing as npt
 import torch
 
 from aioengine.attention.base import AttentionBackend
 from aioengine.config import ResolvedConfig
 from aioengine.core.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
-from aioengine.outputs import ModelRunnerOutput, TokenLogprobs, WorkerTiming
+from aioengine.outputs import ModelRunnerOutput, WorkerTiming
 from aioengine.worker.async_output import AsyncOutput, Pending
 from aioengine.worker.block_table import BlockTable
 from aioengine.worker.cuda_graphs import DecodeGraphs, graph_batch_sizes
 from aioengine.worker.device import Device
 from aioengine.worker.input_batch import InputBatch
 from aioengine.worker.pipeline import SampledRows
+from aioengine.worker.prompt_logprobs import PromptEntries, PromptRows, plan_prompt_rows, read_prompt_entries, score_prompt_rows
 from aioengine.worker.request_state import RequestStates
 from aioengine.worker.warm_up import warm_up_steps
 
@@ -36,7 +38,9 @@ class ExecuteModelState:
     """A step whose forward has run and whose tokens have not been sampled."""
 
     batch: InputBatch | None  # None: a clean-up-only step
-    hidden_states: torch.Tensor | None  # [num_sampled, hidden_size]: only the rows at `logits_indices`
+    hidden_states: torch.Tensor | None  # [num_rows, hidden_size]: only the rows at `logits_indices`
+    prompt_rows: PromptRows | None  # None: nobody wants log-probabilities of this step's prompt tokens
+    prompt_hidden_states: torch.Tensor | None  # [r, hidden_size]: the rows at `prompt_rows.indices`
     execute_start: float
     execute_end: float
 
@@ -58,6 +62,7 @@ class ModelRunner:
         device: Device,
     ) -> None:
         self._scheduler_config = config.scheduler
+        self._logprobs_mode = config.worker.logprobs_mode
         self._model = model
         self._backend = attention_backend
         self._kv_caches = kv_caches
@@ -105,14 +110,17 @@ class ModelRunner:
         """Update the state and run the forward; the hidden rows to sample from are kept for `sample_tokens`."""
         start = time.perf_counter()
         self._update_states(out)
-        batch, hidden_states = None, None
+        batch, hidden, prompt_rows, prompt_hidden = None, None, None, None
         if not out.is_cleanup_only:
             batch = self._pipeline.build_batch(out)
-            hidden_states = self._forward(batch, block_ids_to_zero=out.new_block_ids_to_zero)
-        self._executed.append(ExecuteModelState(batch, hidden_states, start, time.perf_counter()))
+            prompt_rows = plan_prompt_rows(batch, self.states, device=self._device)
+            all_hidden = self._forward(batch, block_ids_to_zero=out.new_block_ids_to_zero)
+            hidden = all_hidden.index_select(0, batch.logits_indices)
+            prompt_hidden = None if prompt_rows is None else all_hidden.index_select(0, prompt_rows.indices)
+        self._executed.append(ExecuteModelState(batch, hidden, prompt_rows, prompt_hidden, start, time.perf_counter()))
 
     @torch.inference_mode()
-    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> ModelRunnerOutput | AsyncOutput[SampledRows]:
+    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> ModelRunnerOutput | AsyncOutput[_StepResults]:
         """Sample for the oldest executed step and keep the tokens for the next ones.
 
         Returns the tokens, or where the device is still computing them, what waits for them.
@@ -123,13 +131,23 @@ class ModelRunner:
             raise RuntimeError("sample_tokens was called, but no executed step is waiting to be sampled")
         state = self._executed.popleft()
         rows: SampledRows | Pending[SampledRows] = SampledRows([])
+        scores: _Arrays | Pending[_Arrays] = []
         if state.batch is not None:
+            if state.prompt_rows is not None:
+                scores = self._score_prompt(state.prompt_rows, state.prompt_hidden_states)
             if len(state.batch.sampled_np):
                 assert state.hidden_states is not None
                 rows = self._sample(state.batch, state.hidden_states, grammar_output)
             self._pipeline.end_step(state.batch)
-        make_output = partial(_make_output, state.batch, (state.execute_start, state.execute_end, start))
-        return make_output(rows) if isinstance(rows, SampledRows) else AsyncOutput(rows, make_output)
+        make_output = partial(_make_output, state, start)
+        if isinstance(rows, SampledRows) and isinstance(scores, list):
+            return make_output((rows, scores))
+        return AsyncOutput(_PendingResults(rows, scores), make_output)
+
+    def _score_prompt(self, rows: PromptRows, hidden_states: torch.Tensor | None) -> _Arrays | Pending[_Arrays]:
+        assert hidden_states is not None
+        compute_logits, mode = self._model.compute_logits, self._logprobs_mode
+        return self._pipeline.fetch(score_prompt_rows(hidden_states, rows, compute_logits=compute_logits, logprobs_mode=mode))
 
     # ------------------------------------------------------------------ state
     def _update_states(self, out: SchedulerOutput) -> None:
@@ -141,6 +159,8 @@ class ModelRunner:
         for new in out.scheduled_new_reqs:
             self._add_request(new)
         self._update_cached_requests(out.scheduled_cached_reqs)
+        for req_id, guesses in out.scheduled_spec_decode_tokens.items():
+            self.states.write_guesses(req_id, guesses)
 
     def _add_request(self, new: NewRequestData) -> None:
         slot = self.states.add(new.req_id, new.prompt_token_ids, new.sampling_params)
@@ -175,20 +195,20 @@ class ModelRunner:
         self.states.num_known_tokens[slot] = expected
 
     # ------------------------------------------------------------------ forward and sampling
-    def _forward(self, batch: InputBatch, *, block_ids_to_zero: list[int]) -> torch.Tensor:  # [num_sampled, hidden_size]
+    def _forward(self, batch: InputBatch, *, block_ids_to_zero: list[int]) -> torch.Tensor:  # [>= num_tokens, hidden_size]
         if block_ids_to_zero:
             for kv_cache in self._kv_caches:
                 self._backend.zero_blocks(kv_cache, block_ids_to_zero)
         size = self._graphs.size_for(num_reqs=batch.num_reqs, max_query_len=batch.max_query_len)
         if size is not None and self.use_graphs:
-            return self._graphs.run(size).index_select(0, batch.logits_indices)
+            return self._graphs.run(size)
         hidden_states: torch.Tensor = self._model(
             batch.input_ids,
             batch.positions,
             kv_caches=self._kv_caches,
             attention_metadata=self._backend.build_metadata(batch.attention_batch()),
         )
-        return hidden_states.index_select(0, batch.logits_indices)
+        return hidden_states
 
     def _forward_padded(self, size: int) -> torch.Tensor:  # [size, hidden_size]
         inputs = self._pipeline.padded_inputs(size)
@@ -203,7 +223,7 @@ class ModelRunner:
     def _sample(
         self,
         batch: InputBatch,
-        hidden_states: torch.Tensor,  # [num_sampled, hidden_size]
+        hidden_states: torch.Tensor,  # [num_rows, hidden_size]
         grammar_output: GrammarOutput | None,
     ) -> SampledRows | Pending[SampledRows]:
         bitmasks = {} if grammar_output is None else grammar_output.bitmasks
@@ -215,22 +235,45 @@ class ModelRunner:
         )
 
 
-def _make_output(batch: InputBatch | None, times: tuple[float, float, float], rows: SampledRows) -> ModelRunnerOutput:
-    """The result of a step, now that its tokens are known. times: execute_start, execute_end, sample_start."""
-    req_ids = [] if batch is None else batch.req_ids
+_Arrays = list[npt.NDArray[Any]]
+_StepResults = tuple[SampledRows, _Arrays]  # the tokens; and what `read_prompt_entries` reads, or nothing
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingResults:
+    """A step's results, some of which are on their way from the device."""
+
+    rows: SampledRows | Pending[SampledRows]
+    scores: _Arrays | Pending[_Arrays]
+
+    def wait(self) -> _StepResults:
+        rows = self.rows if isinstance(self.rows, SampledRows) else self.rows.wait()
+        return rows, self.scores if isinstance(self.scores, list) else self.scores.wait()
+
+
+def _make_output(state: ExecuteModelState, sample_start: float, results: _StepResults) -> ModelRunnerOutput:
+    """The result of a step, now that its tokens are known."""
+    rows, scores = results
+    req_ids = [] if state.batch is None else state.batch.req_ids
     sampled_token_ids: list[list[int]] = [[] for _ in req_ids]
-    logprobs: dict[str, list[TokenLogprobs]] = {}
-    if batch is not None and rows.token_ids:
-        sampled = batch.sampled_np.tolist()
-        for row, token_id in zip(sampled, rows.token_ids, strict=True):
-            sampled_token_ids[row] = [token_id]
-        logprobs = {req_ids[sampled[i]]: [entry] for i, entry in rows.logprobs.items()}
+    prompt = PromptEntries() if state.prompt_rows is None else read_prompt_entries(state.prompt_rows, scores)
+    failed, logprobs = prompt.failed, {}
+    if state.batch is not None and rows.token_ids:
+        sampled = list(dict.fromkeys(state.batch.sampled_np.tolist()))
+        for place, (index, token_ids) in enumerate(zip(sampled, rows.token_ids, strict=True)):
+            if place in rows.failed:
+                failed.setdefault(req_ids[index], rows.failed[place])
+            if req_ids[index] not in failed:
+                sampled_token_ids[index] = token_ids
+        logprobs = {req_ids[sampled[i]]: entries for i, entries in rows.logprobs.items() if req_ids[sampled[i]] not in failed}
     return ModelRunnerOutput(
         req_ids=req_ids,
         req_id_to_index={req_id: i for i, req_id in enumerate(req_ids)},
         sampled_token_ids=sampled_token_ids,
         logprobs=logprobs,
-        timing=WorkerTiming(*times, time.perf_counter()),
+        timing=WorkerTiming(state.execute_start, state.execute_end, sample_start, time.perf_counter()),
+        prompt_logprobs=prompt.logprobs,
+        failed_req_ids=failed,
     )
 
 

@@ -7,13 +7,16 @@ where they are; `DevicePipeline` keeps copies of them on the device and waits fo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from aioengine.attention.base import AttentionBatch
+from aioengine.config import LogprobsMode
 from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.outputs import TokenLogprobs
 from aioengine.worker.async_output import Pending
@@ -21,15 +24,18 @@ from aioengine.worker.block_table import BlockTable
 from aioengine.worker.device import Device
 from aioengine.worker.input_batch import InputBatch, LongArray, build_input_batch
 from aioengine.worker.request_state import RequestStates
-from aioengine.worker.sample.sampler import sample
+from aioengine.worker.sample.logits_processor import LoadedProcessor, ProcessorRow
+from aioengine.worker.sample.sampler import RowProcessors, SamplerOutput, sample
+from aioengine.worker.sample.speculation import accept_guesses
 
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
     """The tokens of the requests that sampled in a step, in batch order."""
 
-    token_ids: list[int]  # [num_sampled]
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by place in `token_ids`, of those that asked
+    token_ids: list[list[int]]  # [num_sampled]: one token each, more where guesses were right
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by place in `token_ids`, of those that asked
+    failed: dict[int, str] = field(default_factory=dict)  # by place: why this request cannot be sampled for
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +60,19 @@ class StepPipeline(ABC):
     @abstractmethod
     def sample(
         self,
-        logits: torch.Tensor,  # [num_sampled, vocab_size] float32; overwritten
+        logits: torch.Tensor,  # [num_rows, vocab_size] float32; overwritten
         batch: InputBatch,
         *,
         bitmasks: Mapping[int, bytes],  # by row: the tokens that a grammar allows
     ) -> SampledRows | Pending[SampledRows]:
-        """One token for each row; afterwards the next step's `build_batch` may use it."""
+        """One token for each row; afterwards the next step's `build_batch` may use it.
+
+        Of a request with guesses, which has several rows, the tokens up to the first that differs from its guess.
+        """
+
+    @abstractmethod
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> list[npt.NDArray[Any]] | Pending[list[npt.NDArray[Any]]]:
+        """The tensors' values on the host, or what waits for them."""
 
     @abstractmethod
     def end_step(self, batch: InputBatch) -> None:
@@ -73,29 +86,88 @@ class StepPipeline(ABC):
 class HostPipeline(StepPipeline):
     """Builds and samples where the slot tables are; `sample` waits for the tokens."""
 
-    def __init__(self, *, states: RequestStates, block_table: BlockTable, device: Device) -> None:
+    def __init__(
+        self,
+        *,
+        states: RequestStates,
+        block_table: BlockTable,
+        device: Device,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
+        processors: Sequence[LoadedProcessor] = (),
+    ) -> None:
         self._states = states
         self._block_table = block_table
         self._device = device
+        self._logprobs_mode: LogprobsMode = logprobs_mode
+        self._processors = processors
 
     def build_batch(self, out: SchedulerOutput) -> InputBatch:
         return build_input_batch(out, states=self._states, block_table=self._block_table, device=self._device)
 
     def sample(self, logits: torch.Tensor, batch: InputBatch, *, bitmasks: Mapping[int, bytes]) -> SampledRows:
         req_ids, slots, output_indices = sampled_rows(batch, self._states)
-        output = sample(logits, self._states.sampling.gather(slots, output_indices), bitmasks=bitmasks)
+        output = sample(
+            logits,
+            self._states.sampling.gather(slots, output_indices),
+            bitmasks=bitmasks,
+            token_table=self._states.token_ids_tensor,
+            processors=RowProcessors(self._processors, self._processor_rows(req_ids, slots, batch)) if self._processors else None,
+            logprobs_mode=self._logprobs_mode,
+        )
         token_ids = self._device.to_host(output.token_ids)
+        if (batch.sampled_np[1:] == batch.sampled_np[:-1]).any():
+            return self._accept(batch, req_ids, slots, token_ids, output)
         self._states.append_sampled(req_ids, slots, token_ids)
-        return SampledRows(token_ids.tolist(), output.logprobs)
+        return SampledRows([[token] for token in token_ids.tolist()], {row: [e] for row, e in output.logprobs.items()}, output.failed)
+
+    def _accept(
+        self,
+        batch: InputBatch,
+        req_ids: list[str],  # [num_rows]
+        slots: LongArray,  # [num_rows]
+        token_ids: LongArray,  # [num_rows]
+        output: SamplerOutput,
+    ) -> SampledRows:
+        """Compare what was sampled with the guesses, which stand in the token table behind the known tokens."""
+        states, rows = self._states, SampledRows([])
+        ends = [*((np.diff(batch.sampled_np) != 0).nonzero()[0] + 1).tolist(), len(token_ids)]
+        start = 0
+        for place, end in enumerate(ends):
+            slot, known = int(slots[start]), int(batch.row_seq_lens_np[start])
+            guesses = states.token_ids[slot, known : known + end - start - 1]
+            accepted = accept_guesses(token_ids[start:end].tolist(), guesses.tolist())
+            states.append_accepted(req_ids[start], slot, accepted)
+            rows.token_ids.append(accepted)
+            counted = range(start, start + len(accepted))
+            if start in output.logprobs:
+                rows.logprobs[place] = [output.logprobs[row] for row in counted]
+            if (failed := next((row for row in counted if row in output.failed), None)) is not None:
+                rows.failed[place] = output.failed[failed]
+            start = end
+        return rows
+
+    def _processor_rows(self, req_ids: list[str], slots: LongArray, batch: InputBatch) -> list[ProcessorRow]:
+        table = self._states.token_ids.view()
+        table.flags.writeable = False
+        num_prompt_tokens = self._states.num_prompt_tokens[slots].tolist()
+        return [
+            ProcessorRow(req_id, self._states.sampling_params(req_id), table[slot, :num_prompt], table[slot, num_prompt:seq_len])
+            for req_id, slot, num_prompt, seq_len in zip(
+                req_ids, slots.tolist(), num_prompt_tokens, batch.row_seq_lens_np.tolist(), strict=True
+            )
+        ]
+
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> list[npt.NDArray[Any]]:
+        return [self._device.to_host(tensor) for tensor in tensors]
 
     def end_step(self, batch: InputBatch) -> None:
         """The step is over: nothing is kept of it."""
 
 
 def sampled_rows(batch: InputBatch, states: RequestStates) -> tuple[list[str], LongArray, LongArray]:
-    """Of the requests that sample: ids, slots [num_sampled], and which output token each is about to get [num_sampled]."""
+    """Of the rows that are sampled from: ids, slots [num_rows], and which output token each is to give [num_rows]."""
     rows = batch.sampled_np
     slots = batch.idx_mapping_np[rows]
     # From the batch, not from the tables: they may have moved on to a later step.
-    output_indices = batch.seq_lens_np[rows].astype(np.int64) - states.num_prompt_tokens[slots]
+    output_indices = batch.row_seq_lens_np - states.num_prompt_tokens[slots]
     return [batch.req_ids[row] for row in rows.tolist()], slots, output_indices

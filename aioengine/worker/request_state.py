@@ -45,6 +45,7 @@ class RequestStates:
         self.sampling = SamplingStates(max_num_reqs=max_num_reqs, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
         self._requests: dict[str, CachedRequestState] = {}  # with and without a slot
         self._slots: dict[str, int] = {}
+        self._num_prompt_logprobs: dict[str, int] = {}  # of requests that want them: prompt tokens that were reported, or need not be
         self._free_slots = list(range(max_num_reqs - 1, -1, -1))  # a stack: low slots first
 
     @property
@@ -64,6 +65,8 @@ class RequestStates:
         """Take a slot for a new request and fill it; returns the slot."""
         assert req_id not in self._requests, f"request {req_id!r} is already known to the worker"
         self._requests[req_id] = CachedRequestState(req_id, len(prompt_token_ids), sampling_params)
+        if sampling_params.prompt_logprobs is not None:
+            self._num_prompt_logprobs[req_id] = 1  # nothing comes before the first
         return self._occupy(req_id, prompt_token_ids)
 
     def resume(self, req_id: str, all_token_ids: Sequence[int]) -> int:
@@ -76,11 +79,13 @@ class RequestStates:
         slot = self._slots.pop(req_id, None)
         if slot is not None:
             self._free_slots.append(slot)
+            self.sampling.clear(slot)
 
     def remove(self, req_id: str) -> None:
         """Forget a request. Unknown ids are ignored: it may have ended before the worker ever heard of it."""
         self.preempt(req_id)
         self._requests.pop(req_id, None)
+        self._num_prompt_logprobs.pop(req_id, None)
 
     def write_history(self, slot: int, all_token_ids: Sequence[int]) -> None:
         """Overwrite the known tokens of a slot from position 0."""
@@ -96,9 +101,42 @@ class RequestStates:
         self.token_ids[slots, self.num_known_tokens[slots]] = token_ids
         self.num_known_tokens[slots] += 1
 
+    def write_guesses(self, req_id: str, token_ids: Sequence[int]) -> None:
+        """Put guesses behind the known tokens of a request, for one step to read. They stay unknown."""
+        slot = self._slots[req_id]
+        start = int(self.num_known_tokens[slot])
+        self.token_ids[slot, start : start + len(token_ids)] = token_ids
+
+    def append_accepted(self, req_id: str, slot: int, token_ids: Sequence[int]) -> None:
+        """Write the tokens of a request that had guesses behind its known ones. As `append_sampled` for who lost its slot."""
+        if self._slots.get(req_id) == slot:
+            start = int(self.num_known_tokens[slot])
+            self.token_ids[slot, start : start + len(token_ids)] = token_ids
+            self.num_known_tokens[slot] = start + len(token_ids)
+
     def count_sampled(self, req_ids: Sequence[str], slots: npt.NDArray[np.int64]) -> None:
         """As `append_sampled`, where the token itself stays on the device: one more token is known of each slot [n]."""
         self.num_known_tokens[slots[self._holds(req_ids, slots)]] += 1
+
+    def sampling_params(self, req_id: str) -> SamplingParams:
+        return self._requests[req_id].sampling_params
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Some request does."""
+        return bool(self._num_prompt_logprobs)
+
+    def take_prompt_positions(self, req_id: str, *, start: int, end: int) -> range:
+        """Of the positions start .. end - 1 that a step computes: those whose next token is of the prompt and has not been
+        reported. They count as reported from now on, also when a preemption makes them be computed again."""
+        reported = self._num_prompt_logprobs.get(req_id)
+        if reported is None:
+            return range(0)
+        positions = range(max(start, reported - 1), min(end, self._requests[req_id].num_prompt_tokens - 1))
+        if positions:
+            assert positions.start == reported - 1, f"request {req_id!r} skips prompt positions: {reported} reported, step from {start}"
+            self._num_prompt_logprobs[req_id] = positions.stop + 1
+        return positions
 
     def _holds(self, req_ids: Sequence[str], slots: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """[n]: whether each request still has its slot."""
@@ -113,5 +151,5 @@ class RequestStates:
         self.write_history(slot, token_ids)
         self.num_known_tokens[slot] = len(token_ids)
         self.num_prompt_tokens[slot] = state.num_prompt_tokens
-        self.sampling.set(slot, state.sampling_params)
+        self.sampling.set(slot, state.sampling_params, num_prompt_tokens=state.num_prompt_tokens)
         return slot

@@ -9,7 +9,20 @@ from aioengine.sampling_params import SamplingParams
 _PROMPT_LEN = 64  # enough for the large query tiles of attention
 _BLOCK_ID = 1  # block 0 is the null block
 _GREEDY = SamplingParams(temperature=0, max_tokens=2, seed=0)
-_EVERYTHING = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, max_tokens=2, min_tokens=2, logprobs=2, seed=0)
+_EVERYTHING = SamplingParams(
+    temperature=0.8,
+    top_k=40,
+    top_p=0.9,
+    min_p=0.01,
+    max_tokens=2,
+    min_tokens=2,
+    logprobs=2,
+    prompt_logprobs=2,
+    presence_penalty=0.1,
+    logit_bias={0: 1.0},
+    bad_words_token_ids=((1,), (1, 0)),
+    seed=0,
+)
 
 
 def warm_up_steps(scheduler: SchedulerConfig, *, block_size: int) -> list[SchedulerOutput]:

@@ -145,11 +145,34 @@ def test_what_is_not_given_stays_the_configs_default() -> None:
 def test_sampling_options() -> None:
     args = parse(
         *("generate", "hi", "-n", "5", "-t", "0.5", "--top-p", "0.9", "--top-k", "3", "--min-p", "0.1", "--seed", "7"),
-        *("--stop", "a", "--stop", "b", "--ignore-eos"),
+        *("--stop", "a", "--stop", "b", "--ignore-eos", "--n", "3", "--min-tokens", "2", "--bad-word", "x", "--bad-word", "y z"),
+        *("--presence-penalty", "0.5", "--frequency-penalty=-0.5", "--repetition-penalty", "1.1", "--logit-bias", "7=-2.5"),
     )
     assert options.sampling_params(args) == SamplingParams(
-        max_tokens=5, temperature=0.5, top_p=0.9, top_k=3, min_p=0.1, seed=7, stop=("a", "b"), ignore_eos=True
+        max_tokens=5,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=3,
+        min_p=0.1,
+        seed=7,
+        stop=("a", "b"),
+        ignore_eos=True,
+        n=3,
+        min_tokens=2,
+        bad_words=("x", "y z"),
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        repetition_penalty=1.1,
+        logit_bias={7: -2.5},
     )
+    assert options.sampling_params(parse("generate", "hi")) == SamplingParams(max_tokens=256, temperature=0.0)
+    assert options.sampling_params(parse("chat")).n == 1
+
+
+@pytest.mark.parametrize("text", ["", "7", "=1", "a=1", "7=b", "1.5=1"])
+def test_bad_logit_biases(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a token id and its bias"):
+        options.parse_logit_bias(text)
 
 
 @pytest.mark.parametrize(

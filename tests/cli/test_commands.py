@@ -16,6 +16,7 @@ import torch
 from aioengine.cli import main
 from aioengine.commands import chat, demo, runtime
 from aioengine.commands.demo_view import LiveView, PlainView
+from aioengine.commands.generate import ContinuationWriter
 from aioengine.config import EngineConfig
 from aioengine.engine.async_engine import AsyncEngine
 from aioengine.engine.publishing import PublishOptions
@@ -71,6 +72,45 @@ def test_generate_streams_the_answer_and_nothing_else(fake_engines: FakeEngines,
     captured = capsys.readouterr()
     assert captured.out == "Paris, naturally.\n"
     assert captured.err == ""
+
+
+def test_several_continuations_come_one_after_the_other(fake_engines: FakeEngines, capsys: pytest.CaptureFixture[str]) -> None:
+    engines = fake_engines("Paris.")
+    assert main(["generate", "What?", "--n", "3", "--stats"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "[1/3]\nParis.\n\n[2/3]\nParis.\n\n[3/3]\nParis.\n"
+    assert "21 output tokens" in captured.err
+    assert captured.err.endswith("ended by stop\n")
+    assert len(prompts_of(engines[0])) == 3
+
+
+def test_a_continuation_is_shown_as_it_arrives_and_the_next_ones_wait_for_their_turn() -> None:
+    file = io.StringIO()
+    writer = ContinuationWriter(file, num_continuations=3)
+    shown = []
+    for texts in (["a", "x", ""], ["ab.", "xy.", "o"], ["ab.", "xy.", "oo"]):
+        completions = [CompletionOutput(i, t, [], finish_reason="stop" if t.endswith(".") else None) for i, t in enumerate(texts)]
+        writer.write(RequestOutput("r", [1], completions, RequestMetrics(0.0)))
+        shown.append(file.getvalue())
+    assert shown == ["[1/3]\na", "[1/3]\nab.\n\n[2/3]\nxy.\n\n[3/3]\no", "[1/3]\nab.\n\n[2/3]\nxy.\n\n[3/3]\noo"]
+
+
+def test_a_generation_that_breaks_off_says_why(fake_engines: FakeEngines, capsys: pytest.CaptureFixture[str]) -> None:
+    fake_engines("Par\0is")
+    assert main(["generate", "--raw", "Hi"]) == 0
+    capsys.readouterr()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeTokenizer, "decode", _decode_without_nul)
+        assert main(["generate", "--raw", "Hi"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "Par\n"
+    assert captured.err.splitlines()[-1] == "aioengine: error: the generation broke off: ValueError: NUL"
+
+
+def _decode_without_nul(self: FakeTokenizer, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+    if 0 in token_ids:
+        raise ValueError("NUL")
+    return bytes(token_id for token_id in token_ids if token_id < 256).decode()
 
 
 @pytest.mark.parametrize(

@@ -50,13 +50,17 @@ class StrictWorker:
         for req_id in out.preempted_req_ids:
             del self.rows[req_id]
         starts = self._apply_new(out) | self._apply_cached(out)
+        guesses = out.scheduled_spec_decode_tokens
         assert len(self.rows) <= self.max_num_seqs
         for block_id in out.new_block_ids_to_zero:
             for slot in range(block_id * self.block_size, (block_id + 1) * self.block_size):
                 self.cache.pop(slot, None)
         for req_id, num_tokens in out.num_scheduled_tokens.items():  # every layer writes all keys before it reads any
-            self._write(self.rows[req_id], starts[req_id], num_tokens)
-        sampled = [self._read_and_sample(self.rows[req_id], starts[req_id] + n) for req_id, n in out.num_scheduled_tokens.items()]
+            self._write(self.rows[req_id], starts[req_id], num_tokens, guesses=guesses.get(req_id, []))
+        sampled = [
+            self._read_and_sample(self.rows[req_id], starts[req_id] + n, guesses=guesses.get(req_id, []))
+            for req_id, n in out.num_scheduled_tokens.items()
+        ]
         req_ids = list(out.num_scheduled_tokens)
         return ModelRunnerOutput(req_ids, {req_id: i for i, req_id in enumerate(req_ids)}, sampled)
 
@@ -84,20 +88,27 @@ class StrictWorker:
     def _slot(self, row: Row, position: int) -> int:
         return row.block_ids[position // self.block_size] * self.block_size + position % self.block_size
 
-    def _write(self, row: Row, start: int, num_tokens: int) -> None:
-        assert start + num_tokens <= len(row.history), "a token that is not known is computed"
+    def _write(self, row: Row, start: int, num_tokens: int, *, guesses: list[int]) -> None:
+        tokens = row.history + guesses
+        assert start + num_tokens <= len(tokens), "a token that is neither known nor guessed is computed"
+        assert not guesses or start + num_tokens == len(tokens), "guesses are left out"
         for position in range(start, start + num_tokens):
             slot = self._slot(row, position)
             assert slot >= self.block_size, "the null block is written"
-            self.cache[slot] = tuple(row.history[: position + 1])
+            self.cache[slot] = tuple(tokens[: position + 1])
 
-    def _read_and_sample(self, row: Row, end: int) -> list[int]:
+    def _read_and_sample(self, row: Row, end: int, *, guesses: list[int]) -> list[int]:
+        tokens = row.history + guesses
         for position in range(end):
-            assert self.cache.get(self._slot(row, position)) == tuple(row.history[: position + 1]), "a slot holds another prefix"
-        if end < len(row.history):
+            assert self.cache.get(self._slot(row, position)) == tuple(tokens[: position + 1]), "a slot holds another prefix"
+        if end < len(tokens):
             return []
-        row.history.append(next_token(row.history))
-        return [row.history[-1]]
+        num_known = len(row.history)
+        for guess in [*guesses, None]:
+            row.history.append(next_token(row.history))
+            if row.history[-1] != guess:
+                break
+        return row.history[num_known:]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -118,6 +129,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         zeroing=st.booleans(),
         depth=st.integers(1, 3),
         chunked=st.booleans(),
+        num_speculative_tokens=st.sampled_from([0, 1, 3, 8]),
+        min_n=st.integers(1, 2),
     )
     def start(
         self,
@@ -131,6 +144,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         zeroing: bool,
         depth: int,
         chunked: bool,
+        num_speculative_tokens: int,
+        min_n: int,
     ) -> None:
         self.depth = depth
         max_model_len = 24
@@ -142,6 +157,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 enable_chunked_prefill=chunked,
                 long_prefill_token_threshold=threshold if chunked else 0,
                 policy=policy,  # type: ignore[arg-type]
+                num_speculative_tokens=num_speculative_tokens,
+                prompt_lookup_min=min_n,
+                prompt_lookup_max=3,
             ),
             cache=CacheConfig(block_size=block_size, enable_prefix_caching=caching, zero_new_blocks=zeroing),
             num_kv_cache_blocks=num_blocks,

@@ -29,20 +29,17 @@ def smollm2_oracle(smollm2_files: Any) -> Any:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random two-layer Llama with a byte-level tokenizer, as a folder that any engine can load."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+    from tests.tiny_tokenizer import byte_level_tokenizer
+
     folder = tmp_path_factory.mktemp("tiny_llama")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {symbol: index for index, symbol in enumerate(["<eos>", "<bos>", *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = byte_level_tokenizer(["<eos>", "<bos>"])
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", bos_token="<bos>")
     fast.save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(vocab),
+        vocab_size=tokenizer.get_vocab_size(),
         hidden_size=96,
         intermediate_size=96,
         num_hidden_layers=2,

@@ -131,6 +131,33 @@ def test_special_tokens_are_skipped_or_shown() -> None:
     assert pieces_of(FAKE, token_ids, skip=False) == ["a", "<|user|>", "b", "<eos>", ""]
 
 
+def _word_pieces() -> BackendTokenizer:
+    """BERT's kind: its decoder puts a space before every token that begins a word."""
+    backend = Tokenizer(models.WordPiece(vocab={"[UNK]": 0, "[CLS]": 1, "[SEP]": 2, "hello": 3, "world": 4}, unk_token="[UNK]"))
+    backend.decoder = decoders.WordPiece(cleanup=False)
+    backend.add_special_tokens([AddedToken(token, special=True) for token in ("[UNK]", "[CLS]", "[SEP]")])
+    return BackendTokenizer(backend)
+
+
+@pytest.mark.parametrize(
+    ("skip", "spaces", "text"),
+    [
+        (False, True, " hello [SEP] [CLS] world [SEP] [SEP] hello"),
+        (False, False, " hello [SEP][CLS] world [SEP][SEP] hello"),
+        (True, True, " hello world hello"),
+        (True, False, " hello world hello"),
+    ],
+)
+def test_spaces_between_special_tokens(skip: bool, spaces: bool, text: str) -> None:
+    params = SamplingParams(skip_special_tokens=skip, spaces_between_special_tokens=spaces)
+    detokenizer = Detokenizer(_word_pieces(), prompt_token_ids=[4], sampling_params=params)
+    shown = ""
+    for token_id in [3, 2, 1, 4, 2, 2, 3]:
+        detokenizer.push(token_id)
+        shown += detokenizer.take()[0]
+    assert shown == text
+
+
 # ---------------------------------------------------------------------------------------------------- stop strings
 def run(text_tokens: Sequence[str], **params: Any) -> tuple[str, str | None, list[str]]:
     """Push tokens (given as text) until a stop string is found; returns the text, the stop string, and the text after each."""
@@ -143,14 +170,15 @@ def run(text_tokens: Sequence[str], **params: Any) -> tuple[str, str | None, lis
             return b"".join(pieces[token_id] for token_id in token_ids).decode(errors="replace")
 
     detokenizer = Detokenizer(TextTokens(), prompt_token_ids=[], sampling_params=SamplingParams(max_tokens=None, **params))
-    shown = []
+    text, shown = "", []
     for token_id in range(len(pieces)):
         stop = detokenizer.push(token_id)
-        shown.append(detokenizer.text)
+        text += detokenizer.take()[0]
+        shown.append(text)
         if stop is not None:
-            return detokenizer.text, stop, shown
+            return text, stop, shown
     stop = detokenizer.finish()
-    return detokenizer.text, stop, shown
+    return text + detokenizer.take()[0], stop, shown
 
 
 def test_a_stop_string_across_tokens_is_cut_off_and_never_shown() -> None:

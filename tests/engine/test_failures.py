@@ -76,7 +76,7 @@ async def test_outputs_before_the_failure_are_kept(start_rig: Any) -> None:
 
 async def test_a_forward_that_fails_and_a_sampler_that_never_returns(start_rig: Any) -> None:
     class LostSample(FakeExecutor):
-        def _sample(self) -> Any:
+        def _sample(self, grammar_output: Any) -> Any:
             self._released.wait()
 
     executor = LostSample(block_size=4)

@@ -157,7 +157,7 @@ class InstantExecutor(FakeExecutor):
 
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> Future[ModelRunnerOutput]:
         future: Future[ModelRunnerOutput] = Future()
-        future.set_result(self._sample())
+        future.set_result(self._sample(grammar_output))
         return future
 
 

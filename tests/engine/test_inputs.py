@@ -39,7 +39,12 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     ([{"role": "user", "content": "x"}, 5], {}, "chat message 1 must be a mapping"),
     ([{"role": "wizard", "content": "x"}], {}, "template refused the messages: unknown role 'wizard'"),
     ([1], {"sampling_params": {"max_tokens": 5}}, "must be SamplingParams or None, got dict"),
-    ([1], {"sampling_params": SamplingParams(stop_token_ids=(5, 999))}, "stop token id 999 .* 261"),
+    ([1], {"sampling_params": SamplingParams(stop_token_ids=(5, 999))}, "stop_token_ids: token id 999 .* 261"),
+    ([1], {"sampling_params": SamplingParams(logit_bias={5: 1.0, 261: 1.0})}, "logit_bias: token id 261 .* 261"),
+    ([1], {"sampling_params": SamplingParams(allowed_token_ids=[0, 300])}, "allowed_token_ids: token id 300 .* 261"),
+    ([1], {"sampling_params": SamplingParams(bad_words_token_ids=((1, 400),))}, "bad_words_token_ids: token id 400 .* 261"),
+    ([1], {"sampling_params": SamplingParams(bad_words=("\ud800",))}, r"bad_words is not valid Unicode"),
+    ([1], {"sampling_params": SamplingParams(truncate_prompt_tokens=64)}, "truncate_prompt_tokens is 64, .* at most 63 tokens"),
     ([1] * 60, {"sampling_params": SamplingParams(max_tokens=10, min_tokens=9)}, "min_tokens is 9, but after 60 .* room for 4"),
     ([1], {"request_id": ""}, "request_id must be a non-empty string"),
     ([1], {"request_id": 5}, "request_id must be a non-empty string"),
@@ -93,6 +98,8 @@ async def test_stop_strings_need_a_tokenizer(start_rig: Any) -> None:
     async with start_rig(tokenizer=None) as rig:
         with pytest.raises(InvalidRequestError, match="the stop string 'END' needs a tokenizer"):
             await anext(rig.engine.generate([1], SamplingParams(stop=("END",))))
+        with pytest.raises(InvalidRequestError, match="the bad word 'no' needs a tokenizer"):
+            await anext(rig.engine.generate([1], SamplingParams(bad_words=("no",))))
 
 
 def make_processor(tokenizer: FakeTokenizer, *, max_model_len: int = 100) -> InputProcessor:
@@ -169,3 +176,82 @@ async def test_a_template_is_encoded_without_further_special_tokens() -> None:
     await processor.process("text", None)
     await processor.process(messages, None)
     assert seen == [True, False]
+
+
+async def test_a_prompt_with_a_template_begins_once(rig: Any) -> None:
+    """The template writes the beginning of text itself, and text of the user that spells it is text."""
+    (output,) = await rig.engine.generate_batch([[{"role": "user", "content": "x"}]], SamplingParams(temperature=0, max_tokens=1))
+    assert output.prompt_token_ids[:2] == [257, 258]
+    assert output.prompt_token_ids.count(257) == 1
+    (output,) = await rig.engine.generate_batch(["x"], SamplingParams(temperature=0, max_tokens=1))
+    assert output.prompt_token_ids == [257, ord("x")]
+
+
+@pytest.mark.parametrize(
+    ("truncate", "kept"), [(None, [257, *b"abcdef"]), (3, [*b"def"]), (1, [*b"f"]), (7, [257, *b"abcdef"]), (20, [257, *b"abcdef"])]
+)
+async def test_truncation_keeps_the_last_tokens(truncate: int | None, kept: list[int]) -> None:
+    processor = make_processor(FakeTokenizer())
+    processed = await processor.process("abcdef", SamplingParams(truncate_prompt_tokens=truncate, max_tokens=1000))
+    assert processed.prompt_token_ids == kept
+    assert processed.prompt == "abcdef"
+    assert processed.sampling_params.max_tokens == 100 - len(kept), "the room is that of the truncated prompt"
+
+
+async def test_truncation_to_what_the_model_takes(start_rig: Any) -> None:
+    async with start_rig(max_model_len=32) as rig:
+        prompt = list(range(100))
+        (output,) = await rig.engine.generate_batch([prompt], SamplingParams(temperature=0, truncate_prompt_tokens=-1))
+        assert output.prompt_token_ids == prompt[-31:]
+        assert (len(output.token_ids), output.finish_reason) == (1, "length")
+        assert prompt == list(range(100)), "the caller's list is left alone"
+
+
+# ---------------------------------------------------------------------------------------------------- bad words
+class WordTokenizer(FakeTokenizer):
+    """Whole words, with and without a leading space, where it has them; else letters."""
+
+    words = ("the", " the", " word", "wo", "rd", " two", "two")
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        token_ids = [1] if add_special_tokens else []
+        while text:
+            piece = max((word for word in self.words if text.startswith(word)), key=len, default=text[0])
+            token_ids.append(100 + self.words.index(piece) if piece in self.words else ord(piece))
+            text = text[len(piece) :]
+        return token_ids
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("the", [[100], [101]]),  # as many tokens, another first one: vLLM's rule
+        (" the", [[100], [101]]),  # a space in front says the same
+        ("word", [[103, 104], [102]]),  # two tokens, or one after a space: both are the word
+        ("xy", [[*b"xy"]]),  # after a space it ends in the same tokens, which are blocked
+        ("  ", [[*b"  "]]),
+    ],
+)
+async def test_a_bad_word_is_blocked_at_the_beginning_and_after_a_space(word: str, expected: list[list[int]]) -> None:
+    processor = make_processor(WordTokenizer())
+    params = (await processor.process([1], SamplingParams(bad_words=(word,)))).sampling_params
+    assert [list(token_ids) for token_ids in params.bad_words_token_ids] == expected
+    assert params.bad_words == (word,)
+
+
+async def test_bad_words_add_to_given_token_ids_and_come_once() -> None:
+    processor = make_processor(WordTokenizer())
+    given = SamplingParams(bad_words=("the", "two", " the"), bad_words_token_ids=((7, 8),), n=2)
+    params = (await processor.process([1], given)).sampling_params
+    assert params.bad_words_token_ids == ((7, 8), (100,), (101,), (106,), (105,))
+    assert params.n == 2
+    assert given.bad_words_token_ids == ((7, 8),)
+
+
+async def test_a_bad_word_without_tokens_is_refused() -> None:
+    class Deaf(FakeTokenizer):
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+            return []
+
+    with pytest.raises(InvalidRequestError, match="bad_words: 'no' has no tokens"):
+        await make_processor(Deaf()).process([1], SamplingParams(bad_words=("no",)))

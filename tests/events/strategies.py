@@ -84,9 +84,11 @@ scheduler_outputs = st.builds(
     total_num_scheduled_tokens=counts,
     finished_req_ids=id_sets,
     preempted_req_ids=id_sets,
+    structured_output_request_ids=id_sets,
     new_block_ids_to_zero=block_ids,
+    scheduled_spec_decode_tokens=st.dictionaries(req_ids, token_ids, max_size=2),
 )
-stats = st.builds(SchedulerStats, *[counts] * 9)
+stats = st.builds(SchedulerStats, *[counts] * 13)
 block_changes = st.builds(
     BlockChanges, allocated=block_ids, freed=block_ids, evicted=block_ids, cached=block_ids, cached_hashes=st.lists(texts, max_size=2)
 )
@@ -141,6 +143,8 @@ result_events = st.builds(
     finished=finished,
     added=st.lists(request_infos, max_size=2),
     new_text=st.dictionaries(req_ids, texts, max_size=2),
+    num_draft_tokens=counts,
+    num_accepted_tokens=counts,
 )
 snapshots = st.builds(
     EngineSnapshot,

@@ -63,7 +63,12 @@ def without_prompts(event: Event) -> Event:
     cached = event.output.scheduled_cached_reqs
     hidden = {req_id: [HIDDEN_TOKEN_ID] * len(ids) for req_id, ids in cached.all_token_ids.items()}
     output = dataclasses.replace(
-        event.output, scheduled_new_reqs=new, scheduled_cached_reqs=dataclasses.replace(cached, all_token_ids=hidden)
+        event.output,
+        scheduled_new_reqs=new,
+        scheduled_cached_reqs=dataclasses.replace(cached, all_token_ids=hidden),
+        scheduled_spec_decode_tokens={
+            req_id: [HIDDEN_TOKEN_ID] * len(ids) for req_id, ids in event.output.scheduled_spec_decode_tokens.items()
+        },
     )
     return dataclasses.replace(event, output=output, added=[dataclasses.replace(info, prompt=None) for info in event.added])
 

@@ -160,15 +160,48 @@ def test_logits_equal_the_torch_model(name: str, kind: str) -> None:
         assert torch.equal(logits_of(model, cpu, [3, 1, 1, 29, 6]), got)
 
 
-def test_parts_that_are_stored_differently_are_dequantized() -> None:
-    tensors = {t.name: t for t in checkpoint(BASE, "Q4_1")}
-    name = "model.layers.0.self_attn.v_proj.weight"
-    tensors[name] = Stored(name, tensors[name].tensor)
-    mixed, cpu = native(BASE, fast=False)
-    mixed.load_weights(tensors.values())
-    plain, _ = native(BASE, fast=False)
-    plain.load_weights(checkpoint(BASE, "Q4_1"))
-    assert torch.equal(logits_of(mixed, cpu, [20]), logits_of(plain, cpu, [20]))
+def checkpoint_with(config: DecoderConfig, kinds: dict[str, str]) -> tuple[list[Stored], int]:
+    """A Q4_1 checkpoint in which the named projections of every layer are stored otherwise, and the bytes of all matrices."""
+    rng, tensors = np.random.default_rng(1), []
+    for t in checkpoint(config, "Q4_1"):
+        kind = next((kind for part, kind in kinds.items() if f".{part}." in t.name and t.name.endswith("weight")), None)
+        if kind == "dense":
+            t = Stored(t.name, t.tensor)
+        elif kind is not None:
+            rows, columns = t.shape
+            t = quantized(t.name, kind, rows, columns, rng)
+        tensors.append(t)
+    return tensors, sum(t.packed.data.numel() for t in tensors if t.packed is not None)
+
+
+@pytest.mark.parametrize(
+    "kinds", [{"v_proj": "Q8_0"}, {"k_proj": "Q8_0", "up_proj": "Q8_0"}, {"v_proj": "dense"}, {"q_proj": "Q8_0", "gate_proj": "dense"}]
+)
+@pytest.mark.parametrize("name", ["llama", "window and biases"])
+def test_parts_that_are_stored_differently_each_keep_their_format(name: str, kinds: dict[str, str]) -> None:
+    """As Q4_K_M files do. Every part must land in its own columns with its own bias."""
+    config = CONFIGS[name]
+    tensors, _ = checkpoint_with(config, kinds)
+    backend = TorchPagedBackend(attention_config(config))
+    reference: CausalLM = LlamaForCausalLM(config, attention_backend=backend, dtype=torch.float32, device=CPU)
+    assert isinstance(reference, DecoderForCausalLM)
+    reference.load_weights(tensors)
+    want = logits_of(reference, backend, [20])
+    for fast, tolerance in ((False, 1e-4), (True, 0.1)):
+        model, cpu = native(config, fast=fast)
+        model.load_weights(tensors)
+        got = logits_of(model, cpu, [20])
+        assert float((got - want).norm() / want.norm()) < tolerance
+        assert torch.equal(logits_of(model, cpu, [1, 4, 15]), got)
+
+
+def test_mixed_parts_are_not_blown_up() -> None:
+    tensors, num_bytes = checkpoint_with(BASE, {"v_proj": "Q8_0", "up_proj": "Q8_0"})
+    model, _ = native(BASE, fast=False)
+    model.load_weights(tensors)
+    assert model._embedding is not None
+    layers = [getattr(layer, name) for layer in model._layers for name in ("qkv", "output", "gate_up", "down")]
+    assert num_bytes <= sum(matrix.nbytes for matrix in (*layers, model._embedding)) < 1.01 * num_bytes  # panels are padded to 64 bytes
 
 
 @pytest.mark.parametrize(

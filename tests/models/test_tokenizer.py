@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, processors
+from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from aioengine.errors import InvalidRequestError, ModelError
 from aioengine.models.tokenizer import load_tokenizer
+from tests.tiny_tokenizer import byte_level_tokenizer
 
 TEMPLATES = {
     "chatml": "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] | trim }}</s>\n{% endfor %}"
@@ -33,11 +33,7 @@ MESSAGES = [
 
 def write_tokenizer(folder: Path, *, template: Any = None) -> Path:
     """A byte-level tokenizer that puts <s> before a text, as Llama 3's does."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: i for i, token in enumerate(["<s>", "</s>", *alphabet])}
-    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
+    backend = byte_level_tokenizer(["<s>", "</s>"])
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", pair=None, special_tokens=[("<s>", 0)])
     backend.add_special_tokens(["<s>", "</s>"])
     backend.enable_truncation(5)
@@ -108,3 +104,20 @@ def test_a_broken_tokenizer_is_a_model_error(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ModelError, match="cannot read the tokenizer"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 1 // 0 }}",
+        "{{ 10 ** 400 / 3.5 }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% for m in messages %}{% if %}",
+        "{{ messages.__class__.__mro__ }}{{ ''.__class__.__subclasses__() }}",
+        "{{ range(10 ** 9) | list }}",
+    ],
+)
+def test_whatever_a_template_does_is_an_error_of_the_request(template: str, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, template=template))
+    with pytest.raises(InvalidRequestError, match="the chat template refuses these messages"):
+        tokenizer.apply_chat_template(MESSAGES)

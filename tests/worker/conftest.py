@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -178,6 +179,33 @@ class Driver:
         while len(self.outputs[req_id]) < num_tokens:
             self.step({req_id: min(chunk, self.num_tokens(req_id) - self.computed[req_id])})
         return self.outputs[req_id]
+
+
+def edit_one_by_one(logits: list[float], prompt: list[int], output: list[int], options: dict[str, Any], *, eos: int = EOS) -> list[float]:
+    """vLLM's order, in float32, a token at a time: allowed, bad words, min_tokens, bias, repetition, frequency, presence."""
+    p = SamplingParams(**options)
+    result = [np.float32(x) for x in logits]
+    for token in range(len(result)):
+        if p.allowed_token_ids is not None and token not in p.allowed_token_ids:
+            result[token] = np.float32(-math.inf)
+        for word in p.bad_words_token_ids:
+            before = list(word[:-1])
+            if word[-1] == token and len(before) <= len(output) and output[len(output) - len(before) :] == before:
+                result[token] = np.float32(-math.inf)
+        if len(output) < p.min_tokens and (token == eos or token in p.stop_token_ids):
+            result[token] = np.float32(-math.inf)
+        result[token] += np.float32(p.logit_bias.get(token, 0.0))
+        if token in prompt or token in output:
+            penalty = np.float32(p.repetition_penalty)
+            result[token] = result[token] / penalty if result[token] > 0 else result[token] * penalty
+        result[token] -= np.float32(p.frequency_penalty) * np.float32(output.count(token))
+        result[token] -= np.float32(p.presence_penalty) * np.float32(token in output)
+    return [float(x) for x in result]
+
+
+@pytest.fixture(scope="session")
+def expected_logits() -> Callable[..., list[float]]:
+    return edit_one_by_one
 
 
 MakeDriver = Callable[..., Driver]

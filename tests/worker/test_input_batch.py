@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ class Plan:
     start: int
     num_scheduled: int
     blocks: list[int]
+    guesses: list[int] = field(default_factory=list)  # after the known ones; then the step starts at the last known one
 
     @property
     def end(self) -> int:
@@ -51,7 +52,10 @@ def build(plans: dict[str, Plan], *, block_size: int, slots_in_use_before: int =
         scheduled_cached_reqs=CachedRequestData(),
         num_scheduled_tokens={req_id: plan.num_scheduled for req_id, plan in plans.items()},
         total_num_scheduled_tokens=sum(plan.num_scheduled for plan in plans.values()),
+        scheduled_spec_decode_tokens={req_id: plan.guesses for req_id, plan in plans.items() if plan.guesses},
     )
+    for req_id, guesses in out.scheduled_spec_decode_tokens.items():
+        states.write_guesses(req_id, guesses)
     return build_input_batch(out, states=states, block_table=block_table, device=CpuDevice(num_threads=None)), states
 
 
@@ -64,8 +68,10 @@ def plans(draw: st.DrawFn) -> tuple[dict[str, Plan], int]:
         tokens = draw(st.lists(st.integers(0, 999), min_size=1, max_size=MAX_MODEL_LEN))
         start = draw(st.integers(0, len(tokens) - 1))
         num_scheduled = draw(st.integers(1, len(tokens) - start))
+        guesses = draw(st.lists(st.integers(0, 999), max_size=min(3, MAX_MODEL_LEN - len(tokens)))) if start == len(tokens) - 1 else []
+        num_scheduled += len(guesses)
         num_blocks = -(-(start + num_scheduled) // block_size)
-        result[f"r{i}"] = Plan(tokens, start, num_scheduled, [next(ids) for _ in range(num_blocks)])
+        result[f"r{i}"] = Plan(tokens, start, num_scheduled, [next(ids) for _ in range(num_blocks)], guesses)
     return result, block_size
 
 
@@ -74,16 +80,17 @@ def plans(draw: st.DrawFn) -> tuple[dict[str, Plan], int]:
 def test_against_a_slow_oracle(case: tuple[dict[str, Plan], int], slots_in_use_before: int) -> None:
     requests, block_size = case
     batch, states = build(requests, block_size=block_size, slots_in_use_before=slots_in_use_before)
-    expected: dict[str, list[Any]] = {"ids": [], "positions": [], "slots": [], "starts": [0], "logits": [], "sampled": []}
+    expected: dict[str, list[Any]] = {"ids": [], "positions": [], "slots": [], "starts": [0], "logits": [], "sampled": [], "before": []}
     for i, plan in enumerate(requests.values()):
         for position in range(plan.start, plan.end):
-            expected["ids"].append(plan.tokens[position])
+            expected["ids"].append((plan.tokens + plan.guesses)[position])
             expected["positions"].append(position)
             expected["slots"].append(plan.blocks[position // block_size] * block_size + position % block_size)
+            if position + 1 >= len(plan.tokens):
+                expected["logits"].append(len(expected["ids"]) - 1)
+                expected["sampled"].append(i)
+                expected["before"].append(position + 1)
         expected["starts"].append(len(expected["ids"]))
-        if plan.end == len(plan.tokens):
-            expected["logits"].append(len(expected["ids"]) - 1)
-            expected["sampled"].append(i)
     assert batch.req_ids == list(requests)
     assert batch.num_reqs == len(requests)
     assert batch.num_tokens == len(expected["ids"])
@@ -95,6 +102,8 @@ def test_against_a_slow_oracle(case: tuple[dict[str, Plan], int], slots_in_use_b
     assert batch.seq_lens.tolist() == batch.seq_lens_np.tolist() == [plan.end for plan in requests.values()]
     assert batch.logits_indices.tolist() == expected["logits"]
     assert batch.sampled_np.tolist() == expected["sampled"]
+    assert batch.row_seq_lens_np.tolist() == expected["before"]
+    assert [states.num_known_tokens[states.slot_of(r)] for r in requests] == [len(plan.tokens) for plan in requests.values()]
     assert batch.max_query_len == max(plan.num_scheduled for plan in requests.values())
     assert batch.max_seq_len == max(plan.end for plan in requests.values())
     for row, plan in zip(batch.block_table, requests.values(), strict=True):

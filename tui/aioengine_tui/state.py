@@ -93,6 +93,8 @@ class Gauges:
     num_shared_blocks: int
     num_total_blocks: int
     prefix_hit_rate: float | None  # 0..1, of all tokens looked up since the engine started
+    acceptance_rate: float | None  # 0..1, of all guesses that were checked since the engine started
+    num_draft_tokens: int  # those guesses
     ttft_p50: float | None  # seconds, of the last minute
     ttft_p95: float | None
     itl_p50: float | None
@@ -290,6 +292,8 @@ class DashboardState:
             num_shared_blocks=self.blocks.num_shared,
             num_total_blocks=stats.num_total_blocks,
             prefix_hit_rate=stats.prefix_cache_hits / stats.prefix_cache_queries if stats.prefix_cache_queries else None,
+            acceptance_rate=stats.acceptance_rate,
+            num_draft_tokens=stats.num_draft_tokens,
             ttft_p50=ttft_p50,
             ttft_p95=ttft_p95,
             itl_p50=itl_p50,

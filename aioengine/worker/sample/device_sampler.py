@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from aioengine.outputs import Logprob, TokenLogprobs
+from aioengine.config import LogprobsMode
 from aioengine.sampling_params import MAX_LOGPROBS
+from aioengine.worker.sample.edits import LogitEdits, apply_bias, apply_masks, apply_penalties
 from aioengine.worker.sample.states import SamplingBatch
 from aioengine.worker.staging import StagedArrays
 from aioengine_kernels.gumbel import gumbel_argmax
@@ -37,6 +38,7 @@ class StagedSampling:
     logprob_rows_np: npt.NDArray[np.int64]  # [k]
     num_logprobs: list[int]  # [k]
     needs_filters: bool  # some row that is not greedy has top_k, top_p or min_p
+    edits: LogitEdits | None  # None: no row has a penalty, a bias, allowed_token_ids or bad_words
     arrays: StagedArrays  # what the tensors are views of
 
 
@@ -45,16 +47,17 @@ class DeviceSamples:
     """What is copied to the host: the tokens, and the log-probabilities of the rows that asked."""
 
     token_ids: torch.Tensor  # [n] int32
+    best: torch.Tensor  # [n] float32: the largest logit; it is a number exactly if the row could be sampled from
     logprob_token_ids: torch.Tensor | None  # [k, 1 + top] int32: the sampled token, then the likeliest ones
     logprobs: torch.Tensor | None  # [k, 1 + top] float32
     ranks: torch.Tensor | None  # [k] int32: of the sampled token
 
     def tensors(self) -> list[torch.Tensor]:
-        return [t for t in (self.token_ids, self.logprob_token_ids, self.logprobs, self.ranks) if t is not None]
+        return [t for t in (self.token_ids, self.best, self.logprob_token_ids, self.logprobs, self.ranks) if t is not None]
 
 
 def sampling_arrays(batch: SamplingBatch, slots: npt.NDArray[np.int64], *, vocab_size: int) -> list[npt.NDArray[np.generic]]:
-    """What the host sends of a step's parameters, in the order of `StagedSampling`'s tensors."""
+    """What the host sends of a step's parameters, in the order of `StagedSampling`'s tensors; then those of its edits."""
     masked = [row * vocab_size + token_ids for row, token_ids in batch.ending_token_ids.items()]
     return [
         slots.astype(np.int32),
@@ -66,14 +69,21 @@ def sampling_arrays(batch: SamplingBatch, slots: npt.NDArray[np.int64], *, vocab
         batch.output_indices.astype(np.int32),
         np.concatenate(masked) if masked else np.zeros(0, dtype=np.int64),
         (batch.num_logprobs >= 0).nonzero()[0],
+        *(batch.edits.arrays() if batch.edits is not None else ()),
     ]
 
 
-def staged_sampling(arrays: StagedArrays, batch: SamplingBatch, *, first: int) -> StagedSampling:
+def staged_sampling(
+    arrays: StagedArrays,
+    batch: SamplingBatch,
+    *,
+    first: int,
+    token_table: torch.Tensor,  # [max_num_reqs, max_model_len] int32, which holds this step's tokens
+) -> StagedSampling:
     """`sampling_arrays` as they came to the device, from the array numbered `first` on."""
     rows = (batch.num_logprobs >= 0).nonzero()[0]
     has_filter = (batch.top_k > 0) | (batch.top_p < 1) | np.isfinite(batch.log_min_p)
-    slots, temperature, top_k, top_p, min_p, seeds, output_indices, masked_positions, logprob_rows = arrays.tensors[first:]
+    slots, temperature, top_k, top_p, min_p, seeds, output_indices, masked_positions, logprob_rows, *rest = arrays.tensors[first:]
     return StagedSampling(
         slots=slots,
         temperature=temperature,
@@ -87,6 +97,7 @@ def staged_sampling(arrays: StagedArrays, batch: SamplingBatch, *, first: int) -
         logprob_rows_np=rows,
         num_logprobs=batch.num_logprobs[rows].tolist(),
         needs_filters=bool((has_filter & (batch.temperature > 0)).any()),
+        edits=None if batch.edits is None else LogitEdits.build(batch.edits, rest, token_table=token_table),
         arrays=arrays,
     )
 
@@ -97,14 +108,22 @@ def sample_on_device(
     *,
     last_sampled_tokens: torch.Tensor,  # [max_num_reqs] int32, written at `staged.slots`
     allowed: tuple[torch.Tensor, torch.Tensor] | None = None,  # rows [g] int64 and their bits [g, bytes] uint8, see `apply_bitmask`
+    logprobs_mode: LogprobsMode = "raw_logprobs",
 ) -> DeviceSamples:
-    """One token a row. The order is: grammar and min_tokens masks; min-p, top-k and top-p; the Gumbel arg-max."""
+    """One token a row, in the order of the host's sampler, but for the last step: the Gumbel arg-max."""
+    is_raw = logprobs_mode.startswith("raw")
     # The raw logits are what log-probabilities are of, and everything below writes to them.
-    raw = logits.index_select(0, staged.logprob_rows) if staged.num_logprobs else None
+    reported = logits.index_select(0, staged.logprob_rows) if staged.num_logprobs and is_raw else None
     if allowed is not None:
         _mask_forbidden(logits, *allowed)
+    if staged.edits is not None:
+        apply_masks(logits, staged.edits)
     if staged.masked_positions.shape[0]:
         logits.view(-1).index_fill_(0, staged.masked_positions, -torch.inf)
+    if staged.edits is not None:
+        apply_bias(logits, staged.edits)
+        apply_penalties(logits, staged.edits)
+    best = logits.amax(dim=-1)
     if staged.needs_filters:
         top_k_top_p(logits, temperature=staged.temperature, top_k=staged.top_k, top_p=staged.top_p, min_p=staged.min_p)
     token_ids = gumbel_argmax(
@@ -115,9 +134,13 @@ def sample_on_device(
         idx_mapping=staged.slots,
         last_sampled_tokens=last_sampled_tokens,
     )
-    if raw is None:
-        return DeviceSamples(token_ids, None, None, None)
-    return _with_logprobs(token_ids, raw, staged.logprob_rows)
+    if staged.num_logprobs and not is_raw:
+        temperature = staged.temperature.index_select(0, staged.logprob_rows)[:, None]
+        reported = logits.index_select(0, staged.logprob_rows).div_(torch.where(temperature > 0, temperature, 1.0))
+    if reported is None:
+        return DeviceSamples(token_ids, best, None, None, None)
+    ids, logprobs, ranks = _rank(token_ids.index_select(0, staged.logprob_rows), reported, as_logits=logprobs_mode.endswith("logits"))
+    return DeviceSamples(token_ids, best, ids, logprobs, ranks)
 
 
 def _mask_forbidden(logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> None:
@@ -126,25 +149,10 @@ def _mask_forbidden(logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor
     logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(~is_allowed, -torch.inf))
 
 
-def _with_logprobs(token_ids: torch.Tensor, raw: torch.Tensor, rows: torch.Tensor) -> DeviceSamples:
+def _rank(token_ids: torch.Tensor, logits: torch.Tensor, *, as_logits: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """ids [k, 1 + top] int32, values [k, 1 + top] float32 and ranks [k] int32, for the tokens [k] of `logits` [k, vocab_size]."""
     # Always the same width: which of two equal logits comes first must not depend on what the batch mates ask for.
-    top_ids = raw.topk(min(MAX_LOGPROBS, raw.shape[1]), dim=-1).indices
-    ids = torch.cat((token_ids.index_select(0, rows).unsqueeze(1).long(), top_ids), dim=1)
-    logprobs, ranks = token_logprobs(raw, ids)
-    return DeviceSamples(token_ids, ids.int(), logprobs, ranks)
-
-
-def read_logprobs(
-    ids: npt.NDArray[np.int32],  # [k, 1 + top]
-    logprobs: npt.NDArray[np.float32],  # [k, 1 + top]
-    ranks: npt.NDArray[np.int32],  # [k]
-    num_logprobs: list[int],  # [k]
-) -> list[TokenLogprobs]:  # [k]
-    """A row's sampled token with its true rank, then as many of the likeliest as it wants."""
-    result: list[TokenLogprobs] = []
-    for row_ids, values, rank, wanted in zip(ids.tolist(), logprobs.tolist(), ranks.tolist(), num_logprobs, strict=True):
-        entry: TokenLogprobs = {row_ids[0]: Logprob(logprob=values[0], rank=rank)}
-        for place in range(1, min(wanted, len(row_ids) - 1) + 1):
-            entry.setdefault(row_ids[place], Logprob(logprob=values[place], rank=place))
-        result.append(entry)
-    return result
+    top_ids = logits.topk(min(MAX_LOGPROBS, logits.shape[1]), dim=-1).indices
+    ids = torch.cat((token_ids.unsqueeze(1).long(), top_ids), dim=1)
+    logprobs, ranks = token_logprobs(logits, ids)
+    return ids.int(), logits.gather(1, ids) if as_logits else logprobs, ranks

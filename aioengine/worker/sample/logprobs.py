@@ -1,6 +1,9 @@
-"""Log-probabilities of the sampled and of the most likely tokens, from the logits as the model gave them."""
+"""What is reported of the sampled and of the most likely tokens: log-probabilities or logits, see `logprobs_mode`."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 import torch
 
@@ -9,22 +12,40 @@ from aioengine.sampling_params import MAX_LOGPROBS
 
 
 def collect_logprobs(
-    raw_logprobs: torch.Tensor,  # [n, vocab_size] float32: log_softmax of the unscaled, unmasked logits
+    scores: torch.Tensor,  # [n, vocab_size] float32: log-probabilities, or logits
     token_ids: torch.Tensor,  # [n] int64: the sampled tokens
     *,
-    num_logprobs: list[int],  # [n]: how many of the most likely tokens each row wants, at most MAX_LOGPROBS
+    num_logprobs: Sequence[int],  # [n]: how many of the most likely tokens each row wants, at most MAX_LOGPROBS
 ) -> list[TokenLogprobs]:  # [n]
     """A row's sampled token comes first with its true rank (1 + the number of more likely tokens), then the top ones."""
-    sampled = raw_logprobs.gather(1, token_ids[:, None])
-    ranks = ((raw_logprobs > sampled).sum(dim=-1) + 1).tolist()
+    ids, values, ranks = rank_tokens(scores, token_ids)
+    return make_entries(ids.tolist(), values.tolist(), ranks.tolist(), num_logprobs)
+
+
+def rank_tokens(
+    scores: torch.Tensor,  # [n, vocab_size] float32
+    token_ids: torch.Tensor,  # [n] int64
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """ids [n, 1 + top] int64 and values [n, 1 + top] float32: of the given token, then of the most likely ones; its rank [n]."""
+    given = scores.gather(1, token_ids[:, None])
+    ranks = (scores > given).sum(dim=-1) + 1
     # Always the same width: which of two equal logits comes first must not depend on what the batch mates ask for.
-    top_values, top_ids = raw_logprobs.topk(min(MAX_LOGPROBS, raw_logprobs.shape[1]), dim=-1)
+    top_values, top_ids = scores.topk(min(MAX_LOGPROBS, scores.shape[1]), dim=-1)
+    return torch.cat((token_ids[:, None], top_ids), dim=1), torch.cat((given, top_values), dim=1), ranks
+
+
+def make_entries(
+    token_ids: Sequence[Sequence[int]],  # [n][1 + top]: the sampled token, then the most likely ones
+    values: Sequence[Sequence[float]],  # [n][1 + top]
+    ranks: Sequence[int],  # [n]: of the sampled token
+    num_logprobs: Sequence[int],  # [n]
+) -> list[TokenLogprobs]:  # [n]
+    """A token of -inf, which processing took out of the choice, is not among the most likely ones."""
     result: list[TokenLogprobs] = []
-    for row, (token_id, value, values, ids) in enumerate(
-        zip(token_ids.tolist(), sampled[:, 0].tolist(), top_values.tolist(), top_ids.tolist(), strict=True)
-    ):
-        entry: TokenLogprobs = {token_id: Logprob(logprob=value, rank=ranks[row])}
-        for rank, (top_id, top_value) in enumerate(zip(ids[: num_logprobs[row]], values, strict=False), start=1):
-            entry.setdefault(top_id, Logprob(logprob=top_value, rank=rank))
+    for row_ids, row_values, rank, wanted in zip(token_ids, values, ranks, num_logprobs, strict=True):
+        entry: TokenLogprobs = {row_ids[0]: Logprob(logprob=row_values[0], rank=rank)}
+        for place in range(1, min(wanted, len(row_ids) - 1) + 1):
+            if row_values[place] != -math.inf:
+                entry.setdefault(row_ids[place], Logprob(logprob=row_values[place], rank=place))
         result.append(entry)
     return result

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aioengine.sampling_params import SamplingParams
+from aioengine.worker.sample.edits import EditArrays, RequestEdits, edit_arrays, request_edits
 
 SlotArray = npt.NDArray[np.int64]
 
@@ -25,6 +26,7 @@ class SamplingBatch:
     output_indices: npt.NDArray[np.int64]  # [n]: how many tokens each request has generated before this one
     num_logprobs: npt.NDArray[np.int64]  # [n]; -1: none wanted
     ending_token_ids: dict[int, npt.NDArray[np.int64]]  # by row: what may not be sampled yet, because of min_tokens
+    edits: EditArrays | None = None  # None: no row has a penalty, a bias, allowed_token_ids or bad_words
 
 
 class SamplingStates:
@@ -40,9 +42,11 @@ class SamplingStates:
         self.seeds = np.zeros(max_num_reqs, dtype=np.uint64)
         self.min_tokens = np.zeros(max_num_reqs, dtype=np.int64)
         self.num_logprobs = np.full(max_num_reqs, -1, dtype=np.int64)
+        self.num_prompt_tokens = np.zeros(max_num_reqs, dtype=np.int64)
         self._ending_token_ids: list[npt.NDArray[np.int64]] = [np.zeros(0, dtype=np.int64)] * max_num_reqs
+        self._edits: dict[int, RequestEdits] = {}  # by slot: only of requests that change their logits
 
-    def set(self, slot: int, params: SamplingParams) -> None:
+    def set(self, slot: int, params: SamplingParams, *, num_prompt_tokens: int = 0) -> None:
         """Write a request's parameters to its slot; `params.seed` is a number here (the input processor drew it)."""
         assert params.seed is not None, "the input processor fills in the seed"
         self.temperature[slot] = 0.0 if params.is_greedy else params.temperature
@@ -52,11 +56,24 @@ class SamplingStates:
         self.seeds[slot] = params.seed
         self.min_tokens[slot] = params.min_tokens
         self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        self.num_prompt_tokens[slot] = num_prompt_tokens
+        self.clear(slot)
+        if (edits := request_edits(params, vocab_size=self._vocab_size)) is not None:
+            self._edits[slot] = edits
         ending = {i for i in self._eos_token_ids.union(params.stop_token_ids) if i < self._vocab_size}
-        self._ending_token_ids[slot] = np.asarray(sorted(ending) if params.min_tokens else [], dtype=np.int64)
+        # The mask of a structured output has min_tokens in it: only there is known whether anything else is allowed.
+        must_mask = params.min_tokens > 0 and params.structured_outputs is None
+        self._ending_token_ids[slot] = np.asarray(sorted(ending) if must_mask else [], dtype=np.int64)
+
+    def clear(self, slot: int) -> None:
+        """The slot's request is gone: nothing of it must cost the others time."""
+        self._edits.pop(slot, None)
 
     def gather(self, slots: SlotArray, output_indices: npt.NDArray[np.int64]) -> SamplingBatch:
-        """The rows `slots` [n], which are about to sample their `output_indices`-th [n] token."""
+        """The rows `slots` [n], which are about to sample their `output_indices`-th [n] token.
+
+        A slot may come several times: its rows differ in how many tokens come before them.
+        """
         too_short = (output_indices < self.min_tokens[slots]).nonzero()[0].tolist()
         return SamplingBatch(
             temperature=self.temperature[slots],
@@ -67,4 +84,18 @@ class SamplingStates:
             output_indices=output_indices,
             num_logprobs=self.num_logprobs[slots],
             ending_token_ids={row: ids for row in too_short if len(ids := self._ending_token_ids[slots[row]])},
+            edits=self._gather_edits(slots, output_indices) if self._edits else None,
+        )
+
+    def _gather_edits(self, slots: SlotArray, output_indices: npt.NDArray[np.int64]) -> EditArrays | None:
+        rows = [(row, self._edits[slot]) for row, slot in enumerate(slots.tolist()) if slot in self._edits]
+        if not rows:
+            return None
+        num_prompt_tokens = self.num_prompt_tokens[slots]
+        return edit_arrays(
+            rows,
+            slots=slots,
+            history_lens=num_prompt_tokens + output_indices,
+            num_prompt_tokens=num_prompt_tokens,
+            vocab_size=self._vocab_size,
         )

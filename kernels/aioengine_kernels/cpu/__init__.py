@@ -12,12 +12,13 @@ if TYPE_CHECKING:
     from aioengine_kernels.cpu.decoder import DecoderShape, LayerWeights, NativeDecoder
     from aioengine_kernels.cpu.kernels import CpuKernels, KvCacheFormat, load_kernels
     from aioengine_kernels.cpu.library import ISAS, status, supported_isas
-    from aioengine_kernels.cpu.packing import PackedMatrix
+    from aioengine_kernels.cpu.packing import FusedMatrix, PackedMatrix
 
 _HOMES = {
     "CpuKernels": "kernels",
     "KvCacheFormat": "kernels",
     "DecoderShape": "decoder",
+    "FusedMatrix": "packing",
     "ISAS": "library",
     "LayerWeights": "decoder",
     "NativeDecoder": "decoder",
@@ -31,6 +32,7 @@ __all__ = [
     "ISAS",
     "CpuKernels",
     "DecoderShape",
+    "FusedMatrix",
     "KvCacheFormat",
     "LayerWeights",
     "NativeDecoder",

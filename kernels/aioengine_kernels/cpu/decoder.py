@@ -14,13 +14,13 @@ import torch
 
 from aioengine_kernels.cpu.kernels import KV_TYPES, CpuKernels, KvCacheFormat
 from aioengine_kernels.cpu.library import ISAS, open_library
-from aioengine_kernels.cpu.packing import PackedMatrix
+from aioengine_kernels.cpu.packing import FusedMatrix, PackedMatrix
 
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
 
 class _MatrixStruct(ctypes.Structure):
-    _fields_ = (("weights", _P), ("bias", _P), ("n", _L), ("k", _L), ("format", _I), ("fast", _I))
+    _fields_ = (("weights", _P), ("bias", _P), ("n", _L), ("k", _L), ("format", _I), ("fast", _I), ("next", _P))
 
 
 class _LayerStruct(ctypes.Structure):
@@ -44,10 +44,10 @@ class _StepStruct(ctypes.Structure):
 class LayerWeights:
     """Norm weights are float32 [hidden], those of queries and keys [head_dim]; biases float32 [rows of the matrix]."""
 
-    qkv: PackedMatrix  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
-    output: PackedMatrix  # [hidden, num_heads * head_dim]
-    gate_up: PackedMatrix  # [2 * intermediate, hidden]
-    down: PackedMatrix  # [hidden, intermediate]
+    qkv: PackedMatrix | FusedMatrix  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
+    output: PackedMatrix | FusedMatrix  # [hidden, num_heads * head_dim]
+    gate_up: PackedMatrix | FusedMatrix  # [2 * intermediate, hidden]
+    down: PackedMatrix | FusedMatrix  # [hidden, intermediate]
     input_norm: torch.Tensor
     post_norm: torch.Tensor
     query_norm: torch.Tensor | None = None
@@ -101,7 +101,10 @@ class NativeDecoder:
         self._kept = (tuple(layers), tuple(kv_caches), final_norm, cos_sin)
         self._shape = shape
         self._num_layers = len(layers)
-        self._layers = (_LayerStruct * len(layers))(*(_layer_struct(layer, c, fast) for layer, c in zip(layers, kv_caches, strict=True)))
+        self._parts: list[_MatrixStruct] = []  # what the `next` of the layers' matrices points to
+        self._layers = (_LayerStruct * len(layers))(
+            *(_layer_struct(layer, cache, fast, self._parts) for layer, cache in zip(layers, kv_caches, strict=True))
+        )
         self._fixed = {
             "final_norm": final_norm.data_ptr(),
             "cos_sin": cos_sin.data_ptr(),
@@ -172,7 +175,7 @@ def _check_layer(layer: LayerWeights, shape: DecoderShape) -> None:
         "down": (hidden, intermediate),
     }
     for name, (rows, columns) in wanted.items():
-        matrix: PackedMatrix = getattr(layer, name)
+        matrix: PackedMatrix | FusedMatrix = getattr(layer, name)
         if (matrix.rows, matrix.columns) != (rows, columns):
             raise ValueError(f"{name} must be [{rows}, {columns}], got [{matrix.rows}, {matrix.columns}]")
     sizes = {f"{name}_bias": rows for name, (rows, _) in wanted.items()}
@@ -187,9 +190,17 @@ def _address(x: torch.Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-def _layer_struct(layer: LayerWeights, cache: torch.Tensor, fast: bool) -> _LayerStruct:
-    def matrix(m: PackedMatrix, bias: torch.Tensor | None) -> _MatrixStruct:
-        return _MatrixStruct(m.data.data_ptr(), _address(bias), m.rows, m.columns, m.format, fast)
+def _layer_struct(layer: LayerWeights, cache: torch.Tensor, fast: bool, kept: list[_MatrixStruct]) -> _LayerStruct:
+    def matrix(m: PackedMatrix | FusedMatrix, bias: torch.Tensor | None) -> _MatrixStruct:
+        parts = m.parts if isinstance(m, FusedMatrix) else (m,)
+        first, following = m.rows, None
+        for part in reversed(parts):
+            first -= part.rows
+            address = None if bias is None else bias.data_ptr() + first * bias.element_size()
+            struct = _MatrixStruct(part.data.data_ptr(), address, part.rows, part.columns, part.format, fast, following)
+            kept.append(struct)
+            following = ctypes.addressof(struct)
+        return struct
 
     return _LayerStruct(
         matrix(layer.qkv, layer.qkv_bias),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from aioengine_kernels.cpu.library import ISAS, choose_isa, open_library
-from aioengine_kernels.cpu.packing import PackedMatrix
+from aioengine_kernels.cpu.packing import FusedMatrix, PackedMatrix
 
 KV_TYPES = {torch.float32: 0, torch.float16: 1, torch.int8: 2}
 
@@ -82,12 +82,12 @@ class CpuKernels:
     def linear(
         self,
         x: torch.Tensor,  # [m, columns] float32
-        weight: PackedMatrix,
+        weight: PackedMatrix | FusedMatrix,
         bias: torch.Tensor | None = None,  # [rows] float32
         *,
         fast: bool = False,
     ) -> torch.Tensor:  # [m, rows] float32
-        """x W^T + b. Exact: W dequantized to float32, float32 sums. Fast: x rounded to int8 with a scale for every 32 columns.
+        """x W^T + b. Exact: to float32's accuracy (README.md, Arithmetic). Fast: x rounded to int8 with a scale for every 32 columns.
 
         `fast` means nothing for dense weights.
         """
@@ -96,21 +96,24 @@ class CpuKernels:
         if bias is not None:
             _check_rows("bias", bias, (weight.rows,))
         out = torch.empty((m, weight.rows))
-        self._library.aio_linear(
-            self._isa,
-            fast,
-            weight.format,
-            weight.data.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            x.data_ptr(),
-            x.stride(0),
-            out.data_ptr(),
-            weight.rows,
-            m,
-            weight.rows,
-            weight.columns,
-            self.num_threads,
-        )
+        first = 0
+        for part in weight.parts if isinstance(weight, FusedMatrix) else (weight,):
+            self._library.aio_linear(
+                self._isa,
+                fast,
+                part.format,
+                part.data.data_ptr(),
+                None if bias is None else bias.data_ptr() + first * bias.element_size(),
+                x.data_ptr(),
+                x.stride(0),
+                out.data_ptr() + first * out.element_size(),
+                weight.rows,
+                m,
+                part.rows,
+                part.columns,
+                self.num_threads,
+            )
+            first += part.rows
         return out
 
     def rms_norm(

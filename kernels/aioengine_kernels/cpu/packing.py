@@ -35,6 +35,31 @@ class PackedMatrix:
         return self.data.numel()
 
 
+@dataclass(frozen=True, slots=True)
+class FusedMatrix:
+    """Rows of several matrices one after the other, each kept in its own format: Q4_K_M files mix Q4_K and Q6_K in one layer."""
+
+    parts: tuple[PackedMatrix, ...]
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            raise ValueError("a fused matrix needs at least one part")
+        if len({part.columns for part in self.parts}) != 1:
+            raise ValueError(f"the parts of a fused matrix have {[part.columns for part in self.parts]} columns: they must be alike")
+
+    @property
+    def rows(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def columns(self) -> int:
+        return self.parts[0].columns
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+
 def aligned_zeros(num_bytes: int) -> torch.Tensor:
     """[num_bytes] uint8 at a 64-byte boundary."""
     raw = torch.zeros(num_bytes + _ALIGNMENT, dtype=torch.uint8)

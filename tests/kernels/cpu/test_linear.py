@@ -10,7 +10,7 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from aioengine_kernels.cpu import CpuKernels, PackedMatrix
+from aioengine_kernels.cpu import CpuKernels, FusedMatrix, PackedMatrix
 from aioengine_kernels.cpu.packing import FORMATS, MatrixBuilder, gather_rows, pack, pack_dense, supports_packing
 
 Randn = Callable[..., torch.Tensor]
@@ -119,6 +119,17 @@ def test_parts_are_stacked_rows(kernels: CpuKernels, fast: bool, randn: Randn) -
     assert torch.equal(kernels.linear(x, packed, fast=fast), torch.cat([kernels.linear(x, p, fast=fast) for p in separate], dim=1))
 
 
+@pytest.mark.parametrize("fast", [False, True])
+def test_parts_of_several_formats(kernels: CpuKernels, fast: bool, randn: Randn) -> None:
+    parts = tuple(make(kind, rows, 256, seed=rows)[0] for kind, rows in (("Q4_K", 24), ("Q6_K", 7), ("F32", 9), ("Q4_K", 32)))
+    for m in (1, 5, 40):
+        x, bias = randn(m, 256), randn(72)
+        separate = torch.cat([kernels.linear(x, p, fast=fast) for p in parts], dim=1) + bias
+        assert torch.equal(kernels.linear(x, FusedMatrix(parts), bias, fast=fast), separate)
+    with pytest.raises(ValueError, match=r"\[256, 96\] columns"):
+        FusedMatrix((parts[0], make("Q4_1", 8, 96)[0]))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fast", [False, True])
 def test_strided_rows_and_odd_sizes(kernels: CpuKernels, kind: str, fast: bool, randn: Randn) -> None:
@@ -139,7 +150,7 @@ def test_dense_columns_of_any_number(kernels: CpuKernels, randn: Randn) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q6_K"])
-def test_extreme_inputs_of_fast_mode(kernels: CpuKernels, kind: str) -> None:
+def test_extreme_inputs(kernels: CpuKernels, kind: str) -> None:
     """The largest sums that integer arithmetic meets: a saturating instruction used wrongly shows here."""
     size, num_bytes, scales = BLOCKS[kind]
     for byte in (0x00, 0x0F, 0x7F, 0x80, 0xF0, 0xFF):
@@ -151,6 +162,7 @@ def test_extreme_inputs_of_fast_mode(kernels: CpuKernels, kind: str) -> None:
         reference = gather_rows(packed, torch.arange(16)).double()
         for x in (torch.full((2, 256), 3.0), torch.full((2, 256), -3.0), torch.tensor([[3.0, -3.0] * 128] * 2)):
             assert torch.allclose(kernels.linear(x, packed, fast=True).double(), x.double() @ reference.T, rtol=1e-4, atol=2e-3)
+            assert torch.allclose(kernels.linear(x, packed).double(), x.double() @ reference.T, rtol=1e-5, atol=2e-3)
 
 
 def test_zeros_and_tiny_rows(kernels: CpuKernels) -> None:
@@ -158,6 +170,36 @@ def test_zeros_and_tiny_rows(kernels: CpuKernels) -> None:
     x = torch.zeros(3, 64)
     x[1, 5] = 1e-38
     assert torch.equal(kernels.linear(x, packed, fast=True), torch.zeros(3, 16))
+    assert kernels.linear(x, packed).abs().max() < 1e-36
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K", "Q8_0"])
+@pytest.mark.parametrize("spread", [0.0, 2.0, 4.0])
+def test_exact_mode_is_as_close_as_float32(kernels: CpuKernels, kind: str, spread: float, randn: Randn) -> None:
+    """Also where a few activations are far larger than their neighbours: never worse than a plain float32 product."""
+    packed, reference = make(kind, 64, 768)
+    x = randn(16, 768) * torch.exp(spread * randn(16, 768))
+    want = x.double() @ reference.double().T
+    chain = torch.zeros(16, 64)
+    for k in range(768):
+        chain += x[:, k : k + 1] * reference[:, k]
+    assert relative_error(kernels.linear(x, packed), want) < 1.1 * relative_error(chain, want)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_row_that_is_not_finite_stays_so_and_spoils_no_other(
+    kernels: CpuKernels, kind: str, fast: bool, bad: float, randn: Randn
+) -> None:
+    packed, _ = make(kind, 24, 256)
+    x = randn(7, 256)
+    want = kernels.linear(x, packed, fast=fast)
+    x[3, 77] = bad
+    got = kernels.linear(x, packed, fast=fast)
+    others = [0, 1, 2, 4, 5, 6]
+    assert not got[3].isfinite().any()
+    assert torch.equal(got[others], want[others])
 
 
 def test_misuse_is_refused(kernels: CpuKernels) -> None:

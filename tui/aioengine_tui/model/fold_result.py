@@ -46,6 +46,8 @@ def _take_tokens(state: DashboardState, event: StepResultEvent) -> None:
         elif row.num_output_tokens == 0:
             _note_first_token(state, row, event)
         row.num_output_tokens += num_new
+        if event.num_draft_tokens:  # what was computed for wrong guesses does not count; no step behind this one is in flight
+            row.num_computed_tokens = min(row.num_computed_tokens, row.num_tokens - 1)
         row.last_token_time = time
     state.totals.num_output_tokens += num_tokens
     if not num_tokens:
@@ -92,6 +94,8 @@ def _complete_record(state: DashboardState, event: StepResultEvent) -> None:
                 num_new_tokens=sum(event.num_new_tokens.values()),
                 ended_ids=tuple(info.request_id for info in event.finished),
                 result_time=event.time,
+                num_draft_tokens=event.num_draft_tokens,
+                num_accepted_tokens=event.num_accepted_tokens,
                 lanes=Lanes(
                     schedule=record.lanes.schedule,
                     execute=_span(event.execute_start, event.execute_end),

@@ -63,7 +63,10 @@ def _check_sequence(state: DashboardState, step_id: int) -> None:
 def _preempt(state: DashboardState, event: StepEvent) -> None:
     cached = event.output.scheduled_cached_reqs
     takers = [req_id for req_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=False) if block_ids is not None]
-    if takers:
+    admitted = [new.req_id for new in event.output.scheduled_new_reqs] + sorted(cached.resumed_req_ids)
+    if admitted:  # a step that preempts for lack of blocks admits nobody
+        why = f"the more urgent {name_some(admitted, 3)} took its place"
+    elif takers:
         why = f"no block was free and {name_some(takers, 3)} needed {'more' if len(takers) > 1 else 'one more'}"
     else:
         why = "no block was free for its own next token"

@@ -72,13 +72,14 @@ class StepView(ListView):
 
     def export_table(self, state: DashboardState) -> ExportTable:
         columns = ["step_id", "time", "tokens", "budget", *KINDS, "requests", "new", "resumed", "preempted", "finished"]
-        columns += ["allocated", "freed", "evicted", "admission_stop", "duration"]
+        columns += ["allocated", "freed", "evicted", "admission_stop", "duration", "guesses", "right"]
         rows: list[list[Plain]] = []
         for step in state.steps:
             tokens = kind_tokens(step)
             row: list[Plain] = [step.step_id, step.time, step.num_tokens, step.token_budget, *(tokens[kind] for kind in KINDS)]
             row += [len(step.shares), len(step.new_ids), len(step.resumed_ids), len(step.preempted_ids), len(step.finished_ids)]
             row += [step.num_allocated, step.num_freed, step.num_evicted, step.admission_stop, step.duration]
+            row += [step.num_draft_tokens, step.num_accepted_tokens]
             rows.append(row)
         return ExportTable(columns, rows)
 
@@ -86,6 +87,8 @@ class StepView(ListView):
 def frame_lines(step: StepRecord, width: int, *, share_rows: int = 1, compact: bool = False) -> list[Line]:
     """The step as a frame: budget, kinds, why admission stopped, who came and went, and who got how many tokens."""
     state = "in flight" if step.in_flight else f"{seconds(step.duration)}, {step.num_new_tokens} new tokens"
+    if step.num_draft_tokens:
+        state += f", {step.num_accepted_tokens} of {step.num_draft_tokens} guesses right"
     label = f"{step.num_tokens:>6}/{step.token_budget} "
     stop = "-" if step.is_cleanup_only else f"{step.admission_stop}: {STOP_WORDS.get(step.admission_stop, '')}"
     lines: list[Line] = [

@@ -50,9 +50,12 @@ struct Softmax {
   float *m, *l, *acc;
 };
 
-// scores[r][s * 16 ..] of RT rows against NS runs of 16 keys. q is [head_dim][RT].
+// scores[r][s * 16 ..] of RT rows against NS runs of 16 keys. q is [head_dim][RT]. Cache blocks lie anywhere, and a part is
+// often just a page, where the hardware's prefetchers stop: hence the values that come next are asked for here (`ahead`: as
+// many runs, or null), and the next keys in value_tile. Into L2, as for weights: into L1 it gains nothing.
 template <int T, int RT, int NS>
-AIO_INLINE void score_tile(const float* q, const uint8_t* const* keys, int head_dim, int block_size, float* scores) {
+AIO_INLINE void score_tile(const float* q, const uint8_t* const* keys, const uint8_t* const* ahead, int head_dim, int block_size,
+                           float* scores) {
   vf c[RT][NS * kV];
 #pragma GCC unroll 16
   for (int r = 0; r < RT; r++)
@@ -62,6 +65,9 @@ AIO_INLINE void score_tile(const float* q, const uint8_t* const* keys, int head_
     vf k[NS * kV];
 #pragma GCC unroll 8
     for (int v = 0; v < NS * kV; v++) k[v] = load_kv<T>(keys[v / kV], (i64)d * block_size + v % kV * kW);
+    if (ahead)
+#pragma GCC unroll 4
+      for (int s = 0; s < NS; s++) __builtin_prefetch(ahead[s] + d * 16 * kv_width(T), 0, 2);
 #pragma GCC unroll 16
     for (int r = 0; r < RT; r++) {
       const vf a = vset(q[d * RT + r]);
@@ -75,9 +81,10 @@ AIO_INLINE void score_tile(const float* q, const uint8_t* const* keys, int head_
     for (int v = 0; v < NS * kV; v++) vstore(scores + r * kTile + v * kW, c[r][v]);
 }
 
-// acc[r][CB * kW columns] += sum over t of p[r][t] * value[t], in the order of t.
+// acc[r][CB * kW columns] += sum over t of p[r][t] * value[t], in the order of t. `ahead`: the keys of four runs to come, or null.
 template <int T, int RT, int CB>
-AIO_INLINE void value_tile(const float* p, const uint8_t* const* values, int first, int last, int head_dim, int column, float* acc) {
+AIO_INLINE void value_tile(const float* p, const uint8_t* const* values, const uint8_t* const* ahead, int first, int last, int head_dim,
+                           int block_size, int column, float* acc) {
   vf c[RT][CB];
 #pragma GCC unroll 8
   for (int r = 0; r < RT; r++)
@@ -87,6 +94,8 @@ AIO_INLINE void value_tile(const float* p, const uint8_t* const* values, int fir
     vf x[CB];
 #pragma GCC unroll 4
     for (int v = 0; v < CB; v++) x[v] = load_kv<T>(values[t / 16], (i64)(t % 16) * head_dim + column + v * kW);
+    if (ahead && ahead[t / 16])  // one of 16 parts of the head_dim rows of this run's keys
+      for (int d = t % 16; d < head_dim; d += 16) __builtin_prefetch(ahead[t / 16] + (i64)d * block_size * kv_width(T), 0, 2);
 #pragma GCC unroll 8
     for (int r = 0; r < RT; r++) {
       const vf a = vset(p[r * kTile + t]);
@@ -107,18 +116,21 @@ constexpr int kScoreRows = 6, kValueRows = 3;
 #endif
 
 template <int T, int RT>
-AIO_INLINE void score_runs(const float* q, const uint8_t* const* keys, int runs, int head_dim, int block_size, float* scores) {
+AIO_INLINE void score_runs(const float* q, const uint8_t* const* keys, const uint8_t* const* ahead, int runs, int head_dim,
+                           int block_size, float* scores) {
   constexpr int NS = RT * kV <= 3 ? 4 : RT * kV <= 6 ? 2 : 1;
   int s = 0;
-  for (; s + NS <= runs; s += NS) score_tile<T, RT, NS>(q, keys + s, head_dim, block_size, scores + s * 16);
-  for (; s < runs; s++) score_tile<T, RT, 1>(q, keys + s, head_dim, block_size, scores + s * 16);
+  for (; s + NS <= runs; s += NS) score_tile<T, RT, NS>(q, keys + s, ahead ? ahead + s : ahead, head_dim, block_size, scores + s * 16);
+  for (; s < runs; s++) score_tile<T, RT, 1>(q, keys + s, ahead ? ahead + s : ahead, head_dim, block_size, scores + s * 16);
 }
 
 template <int T, int RT>
-AIO_INLINE void value_columns(const float* p, const uint8_t* const* values, int first, int last, int head_dim, float* acc) {
+AIO_INLINE void value_columns(const float* p, const uint8_t* const* values, const uint8_t* const* ahead, int first, int last, int head_dim,
+                              int block_size, float* acc) {
   int column = 0;
-  for (; column + 4 * kW <= head_dim; column += 4 * kW) value_tile<T, RT, 4>(p, values, first, last, head_dim, column, acc);
-  for (; column < head_dim; column += kW) value_tile<T, RT, 1>(p, values, first, last, head_dim, column, acc);
+  for (; column + 4 * kW <= head_dim; column += 4 * kW, ahead = nullptr)
+    value_tile<T, RT, 4>(p, values, ahead, first, last, head_dim, block_size, column, acc);
+  for (; column < head_dim; column += kW) value_tile<T, RT, 1>(p, values, nullptr, first, last, head_dim, block_size, column, acc);
 }
 
 // Online softmax of one row over one tile: scores become weights, acc is rescaled.
@@ -174,14 +186,14 @@ struct Attend {
     }
   }
 
-  void score(const float* q, i64 rows, const uint8_t* const* keys, int runs, float* scores) const {
+  void score(const float* q, i64 rows, const uint8_t* const* keys, const uint8_t* const* values, int runs, float* scores) const {
     const RowTiles groups(rows, kScoreRows);
     for (i64 t = 0; t < groups.count; t++) {
       const float* qt = q + groups.first(t) * dim;
       float* st = scores + groups.first(t) * kTile;
 #define AIO_CASE(RT) \
   case RT:           \
-    if (RT <= kScoreRows) score_runs<T, (RT <= kScoreRows ? RT : 1)>(qt, keys, runs, dim, block_size, st); \
+    if (RT <= kScoreRows) score_runs<T, (RT <= kScoreRows ? RT : 1)>(qt, keys, t ? nullptr : values, runs, dim, block_size, st); \
     break;
       switch (groups.rows(t)) {
         AIO_CASE(1) AIO_CASE(2) AIO_CASE(3) AIO_CASE(4) AIO_CASE(5) AIO_CASE(6)
@@ -191,17 +203,29 @@ struct Attend {
     }
   }
 
-  void accumulate(const float* p, i64 rows, const uint8_t* const* values, int first, int last, float* acc) const {
+  void accumulate(const float* p, i64 rows, const uint8_t* const* values, const uint8_t* const* next, int first, int last,
+                  float* acc) const {
     const RowTiles groups(rows, kValueRows);
     for (i64 t = 0; t < groups.count; t++) {
       const float* pt = p + groups.first(t) * kTile;
       float* at = acc + groups.first(t) * dim;
 #define AIO_CASE(RT) \
   case RT:           \
-    if (RT <= kValueRows) value_columns<T, (RT <= kValueRows ? RT : 1)>(pt, values, first, last, dim, at); \
+    if (RT <= kValueRows) value_columns<T, (RT <= kValueRows ? RT : 1)>(pt, values, t ? nullptr : next, first, last, dim, block_size, at); \
     break;
       switch (groups.rows(t)) { AIO_CASE(1) AIO_CASE(2) AIO_CASE(3) AIO_CASE(4) AIO_CASE(5) AIO_CASE(6) }
 #undef AIO_CASE
+    }
+  }
+
+  // The keys that will be read after those of `tile`: the next tile's, or the next head's first.
+  void find_next(const TileWork& w, i64 tile, const uint8_t** next) const {
+    const i64 last = w.position + w.tokens;
+    i64 position = tile + kTile, head = w.head;
+    if (position >= last) position = w.first_span * kSpan, head++;
+    for (int s = 0; s < 4; s++, position += 16) {
+      const bool there = head < a.cache.num_kv_heads && position < last;
+      next[s] = there ? locate(w.req, head, position, 0) + position % block_size * kv_width(T) : nullptr;
     }
   }
 
@@ -222,7 +246,7 @@ struct Attend {
         __builtin_memcpy(value_scales + (run0 + s) * 16, v + scales, 64);
       }
     }
-    score(q, rows, keys, runs, scores + run0 * 16);
+    score(q, rows, keys, values + run0, runs, scores + run0 * 16);
     for (i64 r = 0; r < rows; r++) {
       float* row = scores + r * kTile;
       const i64 position = w.position + r / group;
@@ -237,7 +261,9 @@ struct Attend {
       if (T == kKvI8)
         for (int t = (int)(begin - tile); t < end - tile; t++) row[t] *= value_scales[t];
     }
-    accumulate(scores, rows, values, (int)(begin - tile), (int)(end - tile), state.acc);
+    const uint8_t* next[4];
+    find_next(w, tile, next);
+    accumulate(scores, rows, values, next, (int)(begin - tile), (int)(end - tile), state.acc);
   }
 
   void attend_span(const TileWork& w, const float* q, i64 span, float* scores, const Softmax& state) const {

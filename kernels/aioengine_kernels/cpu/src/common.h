@@ -87,13 +87,15 @@ struct RopeCacheArgs {
   float norm_eps;
 };
 
-// One matrix of a layer: y [*, n] = x [*, k] W^T + bias.
+// One matrix of a layer: y [*, n] = x [*, k] W^T + bias. One whose rows are stored in several formats is a list of matrices,
+// each with its own rows.
 struct Matrix {
   const uint8_t* weights;
   const float* bias;
   i64 n, k;
   int32_t format;
   int32_t fast;
+  const Matrix* next;  // or null
 };
 
 // One pre-norm decoder layer with gated SiLU: the order of ctypes.Structure LayerStruct in decoder.py.

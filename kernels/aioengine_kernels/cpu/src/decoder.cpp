@@ -4,10 +4,15 @@
 namespace aio {
 namespace {
 
-void multiply(const Kernels& kernels, const Step& s, const Matrix& w, const float* x, i64 ldx, float* y) {
-  const LinearArgs args = {w.format, s.num_threads, s.m, w.n, w.k, w.weights, x, ldx, y, w.n, w.bias};
-  if (w.fast) kernels.linear_fast(&args);
-  else kernels.linear_exact(&args);
+i64 rows_of(const Matrix& w) { return w.n + (w.next ? rows_of(*w.next) : 0); }
+
+void multiply(const Kernels& kernels, const Step& s, const Matrix& all, const float* x, i64 ldx, float* y) {
+  const i64 ldy = rows_of(all);
+  for (const Matrix* w = &all; w; y += w->n, w = w->next) {
+    const LinearArgs args = {w->format, s.num_threads, s.m, w->n, w->k, w->weights, x, ldx, y, ldy, w->bias};
+    if (w->fast) kernels.linear_fast(&args);
+    else kernels.linear_exact(&args);
+  }
 }
 
 void attend(const Kernels& kernels, const Step& s, const Layer& layer, float* qkv, float* out) {
@@ -28,8 +33,8 @@ void run(const Layer* layers, i64 num_layers, const Step& s) {
   // Room for the widest layer: [m, qkv] and [m, heads], or [m, gate_up] and [m, intermediate], and [m, hidden].
   i64 wide = 0, narrow = heads;
   for (i64 i = 0; i < num_layers; i++) {
-    if (layers[i].qkv.n > wide) wide = layers[i].qkv.n;
-    if (layers[i].gate_up.n > wide) wide = layers[i].gate_up.n;
+    if (rows_of(layers[i].qkv) > wide) wide = rows_of(layers[i].qkv);
+    if (rows_of(layers[i].gate_up) > wide) wide = rows_of(layers[i].gate_up);
     if (layers[i].down.k > narrow) narrow = layers[i].down.k;
   }
   float* first = (float*)scratch(3, s.m * (wide + narrow + s.hidden + 48) * sizeof(float));
@@ -43,7 +48,7 @@ void run(const Layer* layers, i64 num_layers, const Step& s) {
     multiply(kernels, s, layer.output, second, heads, added);
     kernels.rms_norm(added, s.hidden, s.residual, s.hidden, layer.post_norm, s.eps, s.m, s.hidden, s.normed, s.hidden, s.num_threads);
     multiply(kernels, s, layer.gate_up, s.normed, s.hidden, first);
-    kernels.silu_mul(first, layer.gate_up.n, s.m, layer.down.k, second, layer.down.k, s.num_threads);
+    kernels.silu_mul(first, rows_of(layer.gate_up), s.m, layer.down.k, second, layer.down.k, s.num_threads);
     multiply(kernels, s, layer.down, second, layer.down.k, added);
     kernels.rms_norm(added, s.hidden, s.residual, s.hidden, next_norm, s.eps, s.m, s.hidden, s.normed, s.hidden, s.num_threads);
   }

@@ -1,7 +1,7 @@
 // y = x W^T + b on packed panels. Included inside namespace AIO_NAMESPACE after simd.h.
 //
-// Every element of y is one chain of fused multiply-adds in the order of k (exact) or of groups of 32 columns (fast),
-// whatever the tile, the chunk of k or the thread. Hence a row's bits do not depend on the other rows.
+// Every element of y is one chain of fused multiply-adds in the order of k (exact) or of groups of 32 columns (fast, and exact
+// by integers: split.h), whatever the tile, the chunk of k or the thread. Hence a row's bits do not depend on the other rows.
 
 // Rows of x are cut into tiles of nearly equal height, at most `height`.
 struct RowTiles {
@@ -271,7 +271,19 @@ static void exact_format(const LinearArgs& a) {
 #endif
 }
 
+#if AIO_ISA == 512
+#include "split.h"
+#endif
+
 static void linear_exact(const LinearArgs* a) {
+#if AIO_ISA == 512
+  switch (a->format) {
+    case kQ4_0: return split_format<kQ4_0>(*a);
+    case kQ4_1: return split_format<kQ4_1>(*a);
+    case kQ8_0: return split_format<kQ8_0>(*a);
+    case kQ4_K: return split_format<kQ4_K>(*a);
+  }
+#endif
   switch (a->format) {
     case kF32: return exact_format<kF32>(*a);
     case kF16: return exact_format<kF16>(*a);
@@ -316,15 +328,22 @@ struct QuantizedRows {
   }
 };
 
-// 32 floats -> 8 dwords of int8 at out, `stride` bytes apart; returns the scale, and the sums of both halves.
+// 32 floats -> 8 dwords of int8 at out, `stride` bytes apart; returns the scale (NaN if one of them is not finite, so that the
+// sum is not finite either), and the sums of both halves.
 AIO_INLINE float quantize_group(const float* x, int8_t* out, i64 stride, int32_t sums[2]) {
 #if AIO_ISA >= 2
-  const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
-  __m256 v[4], most = _mm256_setzero_ps();
-  for (int j = 0; j < 4; j++) v[j] = _mm256_loadu_ps(x + j * 8), most = _mm256_max_ps(most, _mm256_and_ps(v[j], magnitude));
-  __m128 h = _mm_max_ps(_mm256_castps256_ps128(most), _mm256_extractf128_ps(most, 1));
-  h = _mm_max_ps(h, _mm_movehl_ps(h, h));
-  const float top = _mm_cvtss_f32(_mm_max_ss(h, _mm_movehdup_ps(h)));
+  // The bits of positive floats are ordered as integers, with infinity and NaN above all others.
+  const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
+  __m256 v[4];
+  __m256i most = _mm256_setzero_si256();
+  for (int j = 0; j < 4; j++) {
+    v[j] = _mm256_loadu_ps(x + j * 8);
+    most = _mm256_max_epi32(most, _mm256_and_si256(_mm256_castps_si256(v[j]), magnitude));
+  }
+  __m128i most4 = _mm_max_epi32(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
+  most4 = _mm_max_epi32(most4, _mm_shuffle_epi32(most4, 0x4e));
+  most4 = _mm_max_epi32(most4, _mm_shuffle_epi32(most4, 0xb1));
+  const float top = _mm_cvtss_f32(_mm_castsi128_ps(most4));
   const __m256 inverse = _mm256_set1_ps(top > 1e-30f ? 127.0f / top : 0.0f);
   __m256i w[4];
   for (int j = 0; j < 4; j++) w[j] = _mm256_cvtps_epi32(_mm256_mul_ps(v[j], inverse));
@@ -342,18 +361,20 @@ AIO_INLINE float quantize_group(const float* x, int8_t* out, i64 stride, int32_t
   for (int j = 0; j < 8; j++) *(int32_t*)(out + j * stride) = dwords[j];
 #else
   float top = 0.0f;
+  sums[0] = sums[1] = 0;
   for (int i = 0; i < kGroup; i++) {
     const float magnitude = __builtin_fabsf(x[i]);
-    top = magnitude > top ? magnitude : top;
+    top = magnitude <= top ? top : magnitude;
+    if (!(magnitude <= 3.4e38f)) return __builtin_nanf("");
   }
   const float inverse = top > 1e-30f ? 127.0f / top : 0.0f;
-  sums[0] = sums[1] = 0;
   for (int i = 0; i < kGroup; i++) {
     const int32_t q = (int32_t)((x[i] * inverse + 12582912.0f) - 12582912.0f);  // to nearest even
     out[i / 4 * stride + i % 4] = (int8_t)q;
     sums[i / 16] += q;
   }
 #endif
+  if (!(top <= 3.4e38f)) return __builtin_nanf("");
   return top > 1e-30f ? top / 127.0f : 0.0f;
 }
 

@@ -1,0 +1,98 @@
+"""The second half of a step: when the worker is told to sample, and with which masks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from concurrent.futures import Future
+
+from aioengine.core.scheduler import Scheduler
+from aioengine.core.scheduler_output import SchedulerOutput
+from aioengine.executor.base import Executor, GrammarOutput
+from aioengine.outputs import EngineCoreOutput, ModelRunnerOutput
+from aioengine.structured_output.manager import StructuredOutputManager
+from aioengine.structured_output.matcher import GrammarError
+
+
+class StepSampler:
+    """Calls `sample_tokens` once for each step that was executed, in their order.
+
+    As a rule right behind `execute_model`. A step that samples for a request with structured output needs that request's
+    mask, and so the token before; if that one is still being sampled, the call waits until it has been taken in. The forward
+    of the step runs meanwhile: the masks are computed beside it in either case. No step may be submitted behind one that
+    waits (`is_waiting`), because the worker samples the oldest step that it has executed.
+
+    A request whose grammar cannot go on fails alone, as if the worker had failed to sample for it.
+    """
+
+    def __init__(self, executor: Executor, scheduler: Scheduler, *, structured_output: StructuredOutputManager | None) -> None:
+        self._executor = executor
+        self._scheduler = scheduler
+        self._structured_output = structured_output
+        self._waiting: tuple[SchedulerOutput, Future[ModelRunnerOutput]] | None = None
+        self._failures: dict[int, dict[str, str]] = {}  # by step id: requests whose mask could not be computed, and why
+
+    @property
+    def is_waiting(self) -> bool:
+        """A step has been executed, or is being executed, and its sampling is not submitted yet."""
+        return self._waiting is not None
+
+    def submit(self, output: SchedulerOutput) -> Future[ModelRunnerOutput]:
+        """Sample for `output`, which was just handed to `execute_model`: now, or when `take_in` allows it."""
+        assert self._waiting is None, "a step was executed behind one that waits to be sampled"
+        if not output.structured_output_request_ids or self._structured_output is None:
+            return self._executor.sample_tokens()
+        if self._knows_tokens_before(output):
+            return self._executor.sample_tokens(self._compute_masks(output))
+        future: Future[ModelRunnerOutput] = Future()
+        self._waiting = output, future
+        return future
+
+    def take_in(self, outputs: Iterable[EngineCoreOutput]) -> None:
+        """The scheduler has taken in a step, and these are its tokens. What waited for them is submitted."""
+        if self._structured_output is None:
+            return
+        if len(self._structured_output):
+            for output in outputs:
+                self._structured_output.accept(output.request_id, output.new_token_ids)
+        if self._waiting is not None and self._knows_tokens_before(self._waiting[0]):
+            (scheduler_output, future), self._waiting = self._waiting, None
+            sampled = self._executor.sample_tokens(self._compute_masks(scheduler_output))
+            sampled.add_done_callback(lambda done: _hand_on(done, future))
+
+    def with_failures(self, output: SchedulerOutput, result: ModelRunnerOutput) -> ModelRunnerOutput:
+        """The result of a step, and in it the requests whose masks could not be computed."""
+        failures = self._failures.pop(output.step_id, None)
+        if failures is None:
+            return result
+        return dataclasses.replace(result, failed_req_ids={**result.failed_req_ids, **failures})
+
+    def _knows_tokens_before(self, output: SchedulerOutput) -> bool:
+        """No older step still samples for a request that needs a mask in this one, which itself counts as one placeholder."""
+        requests = (self._scheduler.requests.get(req_id) for req_id in output.structured_output_request_ids)
+        return all(request is None or request.num_output_placeholders <= 1 for request in requests)
+
+    def _compute_masks(self, output: SchedulerOutput) -> GrammarOutput:
+        assert self._structured_output is not None
+        bitmasks: dict[str, bytes] = {}
+        for req_id in output.structured_output_request_ids:
+            if req_id not in self._structured_output:
+                continue  # it has ended meanwhile: its token will be dropped
+            try:
+                bitmasks[req_id] = self._structured_output.bitmask(req_id)
+            except GrammarError as exc:
+                self._failures.setdefault(output.step_id, {})[req_id] = f"the structured output cannot go on: {exc}"
+        return GrammarOutput(bitmasks)
+
+
+def _hand_on(done: Future[ModelRunnerOutput], future: Future[ModelRunnerOutput]) -> None:
+    """Complete `future` as `done` was; in the worker's thread, or in that of the executor's `shutdown`."""
+    if done.cancelled():
+        future.cancel()
+        future.set_running_or_notify_cancel()
+    elif future.set_running_or_notify_cancel():
+        error = done.exception()
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(done.result())
