@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -63,6 +64,19 @@ class Device(ABC):
         raise NotImplementedError(f"{self.torch_device} has no graphs")
 
 
+def limit_torch_threads(num_threads: int) -> None:
+    """Let this thread's PyTorch operations use `num_threads` threads, and change nothing for any other thread.
+
+    OpenMP keeps the number by thread, but PyTorch also notes it for every thread that starts later: another engine's
+    worker, or the program around this one. A thread that does nothing else puts that note back.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    other = threading.Thread(target=torch.set_num_threads, args=(before,))
+    other.start()
+    other.join()
+
+
 class CpuDevice(Device):
     """Tensors share memory with the host's arrays, so copies cost nothing and there is nothing to wait for."""
 
@@ -75,7 +89,7 @@ class CpuDevice(Device):
     def set_up_thread(self) -> None:
         # OpenMP keeps this number by thread: setting it elsewhere would not reach the worker's thread.
         if self._num_threads is not None:
-            torch.set_num_threads(self._num_threads)
+            limit_torch_threads(self._num_threads)
 
     def kv_cache_memory_bytes(self, cache: CacheConfig, *, run_largest_step: Callable[[], None]) -> int:
         return cache.kv_cache_memory_bytes
@@ -124,7 +138,7 @@ class CudaDevice(Device):
 
     def set_up_thread(self) -> None:
         if self._num_threads is not None:
-            torch.set_num_threads(self._num_threads)
+            limit_torch_threads(self._num_threads)
         torch.cuda.set_device(self.torch_device)
         # Not the default stream: that one cannot be captured, and others wait for it implicitly.
         self._stream = torch.cuda.Stream(self.torch_device)

@@ -14,7 +14,7 @@ from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.errors import ConfigError
 from aioengine.outputs import ModelRunnerOutput
 from aioengine.worker.async_output import AsyncOutput
-from aioengine.worker.device import create_device
+from aioengine.worker.device import create_device, limit_torch_threads
 from aioengine.worker.model_runner import ModelRunner
 from aioengine.worker.sample.logits_processor import find_logits_processors
 
@@ -68,7 +68,7 @@ class Worker:
         )
         if self._model.runs_own_threads:
             # What is left to PyTorch is small, and its threads would fight the model's for the cores.
-            torch.set_num_threads(1)
+            limit_torch_threads(1)
 
     def determine_num_kv_cache_blocks(self) -> int:
         """How many blocks, the null block included: what the settings say, else what fits into the allowed memory.
