@@ -110,7 +110,7 @@ async def test_a_worker_that_breaks_the_contract_is_caught(start_rig: Any) -> No
     async with start_rig() as rig:
         stream = rig.engine.generate([1, 2], ENDLESS)
         await anext(stream)
-        await asyncio.wrap_future(rig.executor.collective_rpc(lambda worker: worker._requests.clear()))
+        await asyncio.wrap_future(rig.executor.collective_rpc("forget_all"))
         with pytest.raises(EngineDeadError, match="is unknown here but comes as a difference"):
             async for _ in stream:
                 pass

@@ -313,8 +313,10 @@ async def test_an_engine_belongs_to_its_loop(rig: Any) -> None:
 
 async def test_a_failing_start_stops_what_it_started() -> None:
     class NoMemory(FakeExecutor):
-        def _initialize_kv_cache(self, num_blocks: int) -> None:
-            raise MemoryError("no room for the cache")
+        def initialize_kv_cache(self, num_blocks: int) -> Future[None]:
+            future: Future[None] = Future()
+            future.set_exception(MemoryError("no room for the cache"))
+            return future
 
     executor = NoMemory()
     engine = AsyncEngine(executor=executor)
