@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     )
     from aioengine.events.step_event import StepEvent, StepResultEvent
     from aioengine.outputs import CompletionOutput, RequestMetrics, RequestOutput
-    from aioengine.sampling_params import SamplingParams
+    from aioengine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 _MODULES = {
     "AioEngineError": "aioengine.errors",
@@ -39,12 +39,14 @@ _MODULES = {
     "ModelError": "aioengine.errors",
     "RequestMetrics": "aioengine.outputs",
     "RequestOutput": "aioengine.outputs",
+    "RequestOutputKind": "aioengine.sampling_params",
     "RequestTimeoutError": "aioengine.errors",
     "SamplingParams": "aioengine.sampling_params",
     "SchedulerOutput": "aioengine.core.scheduler_output",
     "StepEvent": "aioengine.events.step_event",
     "StepResultEvent": "aioengine.events.step_event",
     "StepTimeoutError": "aioengine.errors",
+    "StructuredOutputsParams": "aioengine.sampling_params",
 }
 
 __all__ = [
@@ -59,12 +61,14 @@ __all__ = [
     "ModelError",
     "RequestMetrics",
     "RequestOutput",
+    "RequestOutputKind",
     "RequestTimeoutError",
     "SamplingParams",
     "SchedulerOutput",
     "StepEvent",
     "StepResultEvent",
     "StepTimeoutError",
+    "StructuredOutputsParams",
 ]
 __version__ = "0.1.0"
 
