@@ -35,17 +35,18 @@ class WorkerTiming:
 class ModelRunnerOutput:
     """The sampled tokens of one step, aligned with `req_ids`.
 
-    A request whose chunk did not reach the end of its known tokens has an empty list.
+    A request whose chunk did not reach the end of its known tokens has an empty list, and one that failed too. The others have
+    one token, or where guesses were checked, those that were right and one more.
     """
 
     req_ids: list[str]  # [num_reqs]
     req_id_to_index: dict[str, int]
     sampled_token_ids: list[list[int]]  # [num_reqs][num_sampled]
-    logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)  # only the requests that asked for them
+    logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)  # one entry a sampled token; only where asked for
     timing: WorkerTiming | None = None
     # Of the chunk that this step computed, one entry a prompt position from the second on; only where asked for.
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
-    # Requests whose logits cannot be sampled from (NaN), and why: they end with an error, the others go on.
+    # Requests that cannot be sampled for (logits that are NaN, no token allowed), and why: they end with an error, no other does.
     failed_req_ids: dict[str, str] = field(default_factory=dict)
 
 

@@ -37,6 +37,20 @@ def _whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _tuple(name: str, value: Any) -> tuple[Any, ...]:
+    """The items of a list or the like; None: there are none."""
+    try:
+        return () if value is None else tuple(value)
+    except TypeError:
+        raise InvalidRequestError(f"{name} must be a list, got {value!r}") from None
+
+
+def _copy(name: str, value: Any) -> dict[Any, Any]:
+    """A copy of a mapping; None: an empty one."""
+    _require(value is None or isinstance(value, Mapping), f"{name} must be a mapping, got {value!r}")
+    return dict(value or {})
+
+
 class RequestOutputKind(enum.Enum):
     """What each output of a stream holds."""
 
@@ -149,20 +163,30 @@ class SamplingParams:
     extra_args: Mapping[str, Any] = field(default_factory=dict, hash=False)  # a copy once built
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", self.stop_strings)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "bad_words", tuple(self.bad_words))
-        if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
-        object.__setattr__(self, "extra_args", dict(self.extra_args or {}))
+        self._copy_collections()
         self._check_numbers()
         self._check_penalties()
         self._check_tokens()
-        self._check_stops()
         self._check_text()
         if GREEDY_TEMPERATURE <= self.temperature < MIN_TEMPERATURE:
             object.__setattr__(self, "temperature", MIN_TEMPERATURE)
+
+    def _copy_collections(self) -> None:
+        """Into tuples and dicts of its own, whatever they were given as."""
+        _require(not isinstance(self.bad_words, str), f"bad_words must be a list of strings, got {self.bad_words!r}")
+        words = _tuple("bad_words_token_ids", self.bad_words_token_ids)
+        own: dict[str, object] = {
+            "stop": self.stop_strings,
+            "stop_token_ids": _tuple("stop_token_ids", self.stop_token_ids),
+            "bad_words": _tuple("bad_words", self.bad_words),
+            "bad_words_token_ids": tuple(_tuple("bad_words_token_ids", word) for word in words),
+            "logit_bias": _copy("logit_bias", self.logit_bias),
+            "extra_args": _copy("extra_args", self.extra_args),
+        }
+        if self.allowed_token_ids is not None:
+            own["allowed_token_ids"] = _tuple("allowed_token_ids", self.allowed_token_ids)
+        for name, value in own.items():
+            object.__setattr__(self, name, value)
 
     def _check_numbers(self) -> None:
         _require(_finite(self.temperature) and self.temperature >= 0, f"temperature must be a finite number >= 0, got {self.temperature!r}")
@@ -209,29 +233,36 @@ class SamplingParams:
             )
         if self.allowed_token_ids is not None:
             _require(len(self.allowed_token_ids) > 0, "allowed_token_ids must not be empty: nothing could be sampled")
-            for token_id in self.allowed_token_ids:
-                _require(_whole(token_id) and token_id >= 0, f"allowed_token_ids must hold integers >= 0, got {token_id!r}")
-
-    def _check_stops(self) -> None:
-        for text in self.stop_strings:
-            _require(isinstance(text, str) and text != "", f"stop must hold non-empty strings, got {text!r}")
-        for token_id in self.stop_token_ids:
-            _require(_whole(token_id) and token_id >= 0, f"stop_token_ids must hold integers >= 0, got {token_id!r}")
+        bad = [token_id for word in self.bad_words_token_ids for token_id in word]
+        listed = (
+            ("allowed_token_ids", self.allowed_token_ids or ()),
+            ("stop_token_ids", self.stop_token_ids),
+            ("bad_words_token_ids", bad),
+        )
+        for name, token_ids in listed:
+            for token_id in token_ids:
+                _require(_whole(token_id) and token_id >= 0, f"{name} must hold integers >= 0, got {token_id!r}")
 
     def _check_text(self) -> None:
-        for text in self.bad_words:
-            _require(isinstance(text, str) and text != "", f"bad_words must hold non-empty strings, got {text!r}")
+        for name, texts in (("stop", self.stop_strings), ("bad_words", self.bad_words)):
+            for text in texts:
+                _require(isinstance(text, str) and text != "", f"{name} must hold non-empty strings, got {text!r}")
         if not self.detokenize:
             _require(not self.stop_strings, f"stop {list(self.stop_strings)!r} needs the text, which detokenize=False leaves out")
         _require(
             isinstance(self.output_kind, RequestOutputKind),
             f"output_kind must be a RequestOutputKind, got {self.output_kind!r}",
         )
+        structured = self.structured_outputs
+        _require(
+            structured is None or isinstance(structured, StructuredOutputsParams),
+            f"structured_outputs must be StructuredOutputsParams or None, got {structured!r}",
+        )
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as it is once built, whatever form it was given in."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop)
 
     @property
     def is_greedy(self) -> bool:

@@ -21,11 +21,6 @@ _CANDIDATES: tuple[tuple[str, str], ...] = (
 )
 
 
-def attention_backend_names() -> list[str]:
-    """The names that `attention_backend` may have besides "auto", in the order "auto" asks them."""
-    return [name for name, _ in _CANDIDATES]
-
-
 def select_attention_backend(name: str, config: AttentionConfig, device: torch.device) -> AttentionBackend:
     """The backend called `name`, or for "auto" the first candidate that supports `config` on `device`.
 

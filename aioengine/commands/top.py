@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,9 +17,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
 
 from aioengine.commands.runtime import interrupts_leave_at_once, run, status
+from aioengine.commands.termination import EXIT_TERMINATED, signals_handled_by
 from aioengine.errors import AioEngineError
 from aioengine.events.source import StepSource, open_source
 from aioengine_tui.plain import render_plain
@@ -26,6 +29,7 @@ from aioengine_tui.state import DashboardState
 
 if TYPE_CHECKING:
     from aioengine.config import EngineConfig
+    from aioengine_tui.app import DashboardApp
 
 _FIRST_STATE_S = 10.0  # longest wait for the first state of an engine
 _SETTLE_S = 1.5  # --once on a live engine: long enough for rates to mean something
@@ -47,7 +51,9 @@ class TopSettings:
 
 
 def top(settings: TopSettings) -> None:
+    """Raises SystemExit(143) after a SIGTERM, when the terminal is as it was and the engine of --demo has ended."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(signals_handled_by(signal.SIGTERM, _terminate))
         address = settings.address
         if address is None:
             address = stack.enter_context(demo_engine(settings.demo_config))
@@ -56,7 +62,7 @@ def top(settings: TopSettings) -> None:
         if settings.web:
             _serve(address, settings)
         elif settings.once or settings.as_json or not on_screen:
-            run(_print_states(address, settings))
+            run(_print_until_terminated(address, settings))
         else:
             _show(address, settings)
 
@@ -69,12 +75,35 @@ def _show(address: str, settings: TopSettings) -> None:
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
     app = DashboardApp(source, theme=settings.theme, refresh=settings.refresh)
-    app.run()
+    asyncio.run(_run_app(app))
+    if app.return_code == EXIT_TERMINATED:
+        raise SystemExit(EXIT_TERMINATED)
     if app.return_code:
         raise AioEngineError(app.failure or "the dashboard ended with an error")
 
 
+async def _run_app(app: DashboardApp) -> None:
+    loop = asyncio.get_running_loop()
+
+    def leave(signum: int, frame: FrameType | None) -> None:
+        # By the app's own exit, which gives the terminal back; SystemExit would tear the app down in the middle of something.
+        loop.call_soon_threadsafe(lambda: app.exit(return_code=EXIT_TERMINATED))
+
+    with signals_handled_by(signal.SIGTERM, leave):
+        await app.run_async()
+
+
+def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
+    """Unwinds what is under way: its `finally` blocks end the engine of --demo and remove its folder."""
+    raise SystemExit(EXIT_TERMINATED)
+
+
 # ---------------------------------------------------------------------------------------------------- plain text
+async def _print_until_terminated(address: str, settings: TopSettings) -> None:
+    with signals_handled_by(signal.SIGTERM, _terminate):  # `run` would end the process at once: there is no engine to drain
+        await _print_states(address, settings)
+
+
 async def _print_states(address: str, settings: TopSettings) -> None:
     """One state, or one every few seconds until the source ends."""
     state = DashboardState()

@@ -115,12 +115,13 @@ class KVCacheManager:
         request.num_cached_blocks = 0
 
     def forget_blocks(self, request: Request) -> None:
-        """Let nobody find the content of a request's blocks any more; it and other owners keep the blocks themselves.
+        """Let nobody find the content that a request had in blocks any more; it and other owners keep the blocks themselves.
 
-        Also that of blocks it shares: they may be where its trouble came from.
+        Also that of blocks it shares: they may be where its trouble came from. And that of blocks it has let go of, when it
+        was preempted while its trouble was not known yet. So they are found by their content.
         """
-        (table,) = request.block_ids
-        self.block_pool.forget(table)
+        found = (self.block_pool.find(block_hash) for block_hash in request.block_hashes)
+        self.block_pool.forget([block_id for block_id in found if block_id is not None])
         request.num_cached_blocks = 0
 
     def take_block_ids_to_zero(self) -> list[int]:

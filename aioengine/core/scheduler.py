@@ -1,7 +1,8 @@
 """The scheduler: decides each step's batch, and takes in what the step produced.
 
 Plain synchronous code without a clock: the same calls in the same order give the same outputs. The engine calls
-`schedule()` and `update_from_output()`, possibly with two steps in flight; everything else is adding and ending requests.
+`schedule()` and `update_from_output()`, possibly with two steps in flight (with guesses it keeps to one, as they continue
+known tokens); everything else is adding and ending requests.
 """
 
 from __future__ import annotations

@@ -32,4 +32,5 @@ class Admission:
         for name, what, num_waiting, num_new, limit in limits:
             if limit is not None and num_new and num_waiting + num_new > limit:
                 self._scheduler.num_rejected_reqs += num_reqs
-                raise EngineOverloadedError(f"{num_waiting} {what} wait, {num_new} more would exceed {name}={limit}: try again later")
+                advice = "try again later" if num_new <= limit else "that many may never wait together"
+                raise EngineOverloadedError(f"{num_waiting} {what} wait, {num_new} more would exceed {name}={limit}: {advice}")

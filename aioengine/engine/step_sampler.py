@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 from aioengine.core.scheduler import Scheduler
 from aioengine.core.scheduler_output import SchedulerOutput
-from aioengine.executor.base import Executor, GrammarOutput
+from aioengine.executor.base import Executor, GrammarOutput, hand_on
 from aioengine.outputs import EngineCoreOutput, ModelRunnerOutput
 from aioengine.structured_output.manager import StructuredOutputManager
 from aioengine.structured_output.matcher import GrammarError
@@ -58,7 +58,7 @@ class StepSampler:
         if self._waiting is not None and self._knows_tokens_before(self._waiting[0]):
             (scheduler_output, future), self._waiting = self._waiting, None
             sampled = self._executor.sample_tokens(self._compute_masks(scheduler_output))
-            sampled.add_done_callback(lambda done: _hand_on(done, future))
+            sampled.add_done_callback(lambda done: hand_on(done, future, deliver=future.set_result))
 
     def with_failures(self, output: SchedulerOutput, result: ModelRunnerOutput) -> ModelRunnerOutput:
         """The result of a step, and in it the requests whose masks could not be computed."""
@@ -83,16 +83,3 @@ class StepSampler:
             except GrammarError as exc:
                 self._failures.setdefault(output.step_id, {})[req_id] = f"the structured output cannot go on: {exc}"
         return GrammarOutput(bitmasks)
-
-
-def _hand_on(done: Future[ModelRunnerOutput], future: Future[ModelRunnerOutput]) -> None:
-    """Complete `future` as `done` was; in the worker's thread, or in that of the executor's `shutdown`."""
-    if done.cancelled():
-        future.cancel()
-        future.set_running_or_notify_cancel()
-    elif future.set_running_or_notify_cancel():
-        error = done.exception()
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(done.result())

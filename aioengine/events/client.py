@@ -7,8 +7,7 @@ import contextlib
 import itertools
 import logging
 import time
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from aioengine.events.address import Address, TcpAddress, parse_address
 from aioengine.events.protocol import (
@@ -25,7 +24,7 @@ from aioengine.events.protocol import (
     encode_line,
 )
 from aioengine.events.step_event import EngineSnapshot, StepEvent, StepResultEvent
-from aioengine.events.stream import Gap, SourceStatus, StreamItem
+from aioengine.events.stream import Gap, ItemStream, SourceStatus, StreamItem
 from aioengine.events.wire import WireError, WireHeader
 
 logger = logging.getLogger(__name__)
@@ -36,7 +35,7 @@ _LAST_RETRY_S = 2.0
 _REPLY_TIMEOUT_S = 30.0
 
 
-class SocketSource:
+class SocketSource(ItemStream):
     """A `StepSource` over a socket.
 
     When the connection breaks it says so (`SourceStatus` "lost"), tries again for as long as it takes, and goes on with a
@@ -76,16 +75,6 @@ class SocketSource:
     async def close(self) -> None:
         self._closed = True
         self._disconnect("the viewer was closed")
-
-    async def __aenter__(self) -> Self:
-        await self.open()
-        return self
-
-    async def __aexit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None) -> None:
-        await self.close()
-
-    def __aiter__(self) -> Self:
-        return self
 
     async def __anext__(self) -> StreamItem:
         while not self._closed:

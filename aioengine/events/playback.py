@@ -8,12 +8,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from aioengine.events.recording_index import LANDMARKS, Landmark, RecordingIndex
 from aioengine.events.replay import Player
-from aioengine.events.stream import CopyWanted, Foldable, Restored, SourceStatus, StreamItem
+from aioengine.events.stream import CopyWanted, Foldable, ItemStream, Restored, SourceStatus, StreamItem
 from aioengine.events.wire import WireError
 
 MIN_SPEED, MAX_SPEED = 0.01, 1000.0
@@ -73,7 +72,7 @@ class PlaybackControl(Protocol):
         """Pause at the next preemption or abort, or at the slowest step (again: the next slowest); False if there is none."""
 
 
-class FileSource:
+class FileSource(ItemStream):
     """A `StepSource` over a recording; also its own `PlaybackControl`.
 
     make_state: builds the state that a seek folds and a `Restored` item holds. While the recording plays only the viewer folds,
@@ -135,16 +134,6 @@ class FileSource:
             await asyncio.wait([self._scanning])
         if self._player is not None:
             self._player.close()
-
-    async def __aenter__(self) -> Self:
-        await self.open()
-        return self
-
-    async def __aexit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None) -> None:
-        await self.close()
-
-    def __aiter__(self) -> Self:
-        return self
 
     async def __anext__(self) -> StreamItem:
         while not self._closed:

@@ -14,7 +14,7 @@ from aioengine.events.client import SocketSource
 from aioengine.events.playback import FileSource, PlaybackControl
 from aioengine.events.protocol import ConnectionFailed, EngineControl
 from aioengine.events.step_event import EngineSnapshot
-from aioengine.events.stream import Foldable, Gap, SourceStatus, StreamItem
+from aioengine.events.stream import Foldable, Gap, ItemStream, SourceStatus, StreamItem
 from aioengine.events.wire import WireHeader
 
 
@@ -66,7 +66,7 @@ class PublishingEngine(Protocol):
     def snapshot(self) -> EngineSnapshot: ...
 
 
-class LiveSource:
+class LiveSource(ItemStream):
     """An engine in this process and event loop."""
 
     player = None
@@ -94,16 +94,6 @@ class LiveSource:
     async def close(self) -> None:
         if self._subscription is not None:
             self._subscription.close()
-
-    async def __aenter__(self) -> Self:
-        await self.open()
-        return self
-
-    async def __aexit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None) -> None:
-        await self.close()
-
-    def __aiter__(self) -> Self:
-        return self
 
     async def __anext__(self) -> StreamItem:
         if self._pending:

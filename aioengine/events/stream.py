@@ -5,8 +5,10 @@ A `StepSource` (aioengine/events/source.py) yields these; a state such as `aioen
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
 from aioengine.events.step_event import Event
@@ -59,3 +61,26 @@ class CopyWanted:
 
 
 StreamItem = WireHeader | Event | Gap | SourceStatus | Restored | CopyWanted
+
+
+class ItemStream(ABC):
+    """What is alike in every `StepSource`: it is open inside `async with`, and its own iterator."""
+
+    @abstractmethod
+    async def open(self) -> None: ...
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+    @abstractmethod
+    async def __anext__(self) -> StreamItem: ...
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None) -> None:
+        await self.close()
+
+    def __aiter__(self) -> Self:
+        return self

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.outputs import ModelRunnerOutput
@@ -16,6 +16,24 @@ class GrammarOutput:
     """What the sampler needs from the host and is computed while the forward runs: token bitmasks by request."""
 
     bitmasks: dict[str, bytes]
+
+
+T = TypeVar("T")
+
+
+def hand_on(done: Future[T], future: Future[Any], *, deliver: Callable[[T], None]) -> None:
+    """Cancel or fail `future` as `done` was, or `deliver` its result. In the thread that completes `done`: the worker's, or
+    that of `shutdown` for a call that it cancels.
+    """
+    if done.cancelled():
+        future.cancel()
+        future.set_running_or_notify_cancel()
+    elif future.set_running_or_notify_cancel():
+        error = done.exception()
+        if error is not None:
+            future.set_exception(error)
+        else:
+            deliver(done.result())
 
 
 @runtime_checkable

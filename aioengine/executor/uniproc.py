@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from aioengine.config import ResolvedConfig
 from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.errors import EngineDeadError
-from aioengine.executor.base import GrammarOutput
+from aioengine.executor.base import GrammarOutput, hand_on
 from aioengine.executor.worker_thread import WorkerThread
 from aioengine.outputs import ModelRunnerOutput
 from aioengine.worker.async_output import AsyncOutput, OutputThread
@@ -82,7 +82,7 @@ class UniProcExecutor:
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> Future[ModelRunnerOutput]:
         future: Future[ModelRunnerOutput] = Future()
         enqueued = self._submit(lambda worker: worker.sample_tokens(grammar_output), is_step=True)
-        enqueued.add_done_callback(lambda done: self._on_sampled(done, future))
+        enqueued.add_done_callback(lambda done: hand_on(done, future, deliver=lambda result: self._deliver(result, future)))
         return future
 
     def collective_rpc(self, method: Callable[..., Any] | str, *args: Any) -> Future[list[Any]]:
@@ -131,21 +131,11 @@ class UniProcExecutor:
             self._failure = exc
             raise
 
-    def _on_sampled(self, done: Future[ModelRunnerOutput | AsyncOutput[Any]], future: Future[ModelRunnerOutput]) -> None:
-        """In the worker's thread, or in that of `shutdown` for a call that it cancels."""
-        if done.cancelled():
-            future.cancel()
-            future.set_running_or_notify_cancel()
-        elif future.set_running_or_notify_cancel():
-            error = done.exception()
-            if error is not None:
-                future.set_exception(error)
-                return
-            result = done.result()
-            if isinstance(result, AsyncOutput) or self._outputs.is_running:  # in the second case: not before older ones
-                self._outputs.resolve(result, future)
-            else:
-                future.set_result(result)
+    def _deliver(self, result: ModelRunnerOutput | AsyncOutput[Any], future: Future[ModelRunnerOutput]) -> None:
+        if isinstance(result, AsyncOutput) or self._outputs.is_running:  # in the second case: not before older ones
+            self._outputs.resolve(result, future)
+        else:
+            future.set_result(result)
 
     def _note_failure(self, error: BaseException) -> None:
         if self._failure is None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import io
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -64,10 +64,15 @@ def test_help_is_quick_and_loads_no_torch() -> None:
     assert result.stdout.split() == ["False", "False"]
     seconds = []
     for _ in range(3):
-        start = time.perf_counter()
+        before = _cpu_seconds_of_children()  # not the clock: others use the machine too
         assert aioengine("generate", "--help").returncode == 0
-        seconds.append(time.perf_counter() - start)
+        seconds.append(_cpu_seconds_of_children() - before)
     assert min(seconds) < 0.3
+
+
+def _cpu_seconds_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

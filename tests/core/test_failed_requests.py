@@ -92,9 +92,23 @@ def test_what_it_cached_is_forgotten_also_where_others_hold_it(shares: bool) -> 
     pool = scheduler.kv_cache_manager.block_pool
     assert pool.num_cached_blocks == 3
     update(scheduler, first, failed={"bad": "NaN"})
-    assert pool.num_cached_blocks == (1 if shares else 0), "its last block is its own, and a copy: the mate's is the cached one"
-    changes = scheduler.take_report().block_changes
-    assert len(changes.evicted) == (2 if shares else 3)
+    assert pool.num_cached_blocks == 0, "by content: also the mate's copy of its last block"
+    assert len(scheduler.take_report().block_changes.evicted) == 3
+    finish_all(scheduler)
+
+
+def test_nobody_finds_what_a_request_had_cached_that_was_preempted_before_its_failure_was_known() -> None:
+    """Four blocks of four: `b` lets go of its blocks while the step that shows its failure is in flight."""
+    scheduler = make_scheduler(num_kv_cache_blocks=5)
+    prompt = [20, 21, 22, 23, 24, 25, 26]
+    scheduler.add_request(make_request([1, 2, 3, 4, 5, 6, 7, 8], request_id="a", max_tokens=8))
+    scheduler.add_request(make_request(prompt, request_id="b", max_tokens=8))
+    first, second = step(scheduler), step(scheduler)
+    assert second.preempted_req_ids == {"b"}
+    update(scheduler, first, failed={"b": "NaN"})
+    update(scheduler, second)
+    asks_the_same = make_request(prompt, request_id="c", max_tokens=1)
+    assert scheduler.kv_cache_manager.get_computed_blocks(asks_the_same) == []
     finish_all(scheduler)
 
 

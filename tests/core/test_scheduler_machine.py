@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
@@ -207,9 +207,25 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.in_flight)
     @rule()
     def update(self) -> None:
+        self._update()
+
+    @precondition(lambda self: self.in_flight and self.in_flight[0][1].req_ids)
+    @rule(data=st.data())
+    def update_with_a_failure(self, data: st.DataObject) -> None:
+        self._update(fails=data.draw(st.sampled_from(self.in_flight[0][1].req_ids)))
+
+    def _update(self, *, fails: str | None = None) -> None:
         out, output = self.in_flight.popleft()
+        if fails is not None:
+            output = replace(output, failed_req_ids={fails: "NaN"})
         for result in self.scheduler.update_from_output(out, output):
             request = self.live[result.request_id]
+            if result.request_id == fails:
+                assert (result.new_token_ids, result.finish_reason, result.error) == ([], "error", "NaN")
+                find = self.scheduler.kv_cache_manager.block_pool.find
+                assert not any(find(block_hash) for block_hash in request.block_hashes), "what a failed request computed is served"
+                del self.live[fails]
+                continue
             assert result.new_token_ids == request.output_token_ids[-len(result.new_token_ids) :]
             if result.finish_reason is not None:
                 self._check_ended(self.live.pop(result.request_id))

@@ -105,3 +105,11 @@ async def test_what_runs_does_not_count(start_rig: Any) -> None:
             await stream.aclose()
         await rig.settle()
         assert rig.engine.stats().num_aborted_reqs == 8
+
+
+async def test_what_can_never_wait_is_told_so(start_rig: Any) -> None:
+    async with start_rig(max_num_queued_reqs=3) as rig:
+        with pytest.raises(
+            EngineOverloadedError, match=r"0 requests wait, 4 more .* max_num_queued_reqs=3: that many may never wait together"
+        ):
+            await anext(rig.engine.generate([1], SamplingParams(n=4)))

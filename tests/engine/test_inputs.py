@@ -139,18 +139,19 @@ async def test_long_text_is_tokenised_beside_the_loop(chat: bool) -> None:
     processor = InputProcessor(info, tokenizer, max_model_len=1_000_000, max_tokens_limit=lambda n: 9, seed=3)
     rng = random.Random(0)
     text = " ".join(rng.choice(["some", "words", "agonise", "thatcher", "comedy"]) for _ in range(100_000))
-    start = time.perf_counter()
+    # Not the clock: others use the machine too.
+    start = time.process_time()
     token_ids = tokenizer.encode(text)
-    blocking = time.perf_counter() - start
+    blocking = time.process_time() - start
 
     stalls = []
-    for _ in range(3):  # the best of three: the machine may be busy with something else
+    for _ in range(3):
         task = asyncio.create_task(processor.process([{"role": "user", "content": text}] if chat else text, None))
         worst = 0.0
         while not task.done():
-            start = time.perf_counter()
+            start, start_of_work = time.perf_counter(), time.process_time()
             await asyncio.sleep(0.001)
-            worst = max(worst, time.perf_counter() - start)
+            worst = max(worst, min(time.perf_counter() - start, time.process_time() - start_of_work))
         stalls.append(worst)
         assert (await task).prompt_token_ids[-len(token_ids) :] == token_ids or chat
     assert min(stalls) < blocking / 3, f"the loop stood still for {min(stalls):.3f} s; tokenising takes {blocking:.3f} s"

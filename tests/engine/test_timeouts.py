@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -24,10 +25,10 @@ async def test_a_running_request_times_out(start_rig: Any) -> None:
     async with start_rig(FakeExecutor(num_blocks=400, block_size=4, forward_s=0.002)) as rig:
         start = time.perf_counter()
         outputs: list[Any] = []
-        with pytest.raises(RequestTimeoutError, match=r"timed out after 0.05 s, with \d+ output tokens") as info:
-            await read(rig.engine.generate([1, 2], ENDLESS, timeout=0.05), outputs)
+        with pytest.raises(RequestTimeoutError, match=r"timed out after 0.2 s, with \d+ output tokens") as info:
+            await read(rig.engine.generate([1, 2], ENDLESS, timeout=0.2), outputs)
         num_tokens = len(outputs[-1].token_ids)
-        assert 0.05 <= time.perf_counter() - start < 1
+        assert time.perf_counter() - start >= 0.2
         assert num_tokens > 0
         assert int(str(info.value).rsplit("with ", 1)[1].split()[0]) >= num_tokens
         assert isinstance(info.value, TimeoutError)
@@ -74,16 +75,17 @@ async def test_all_continuations_time_out_together(start_rig: Any) -> None:
 
 
 async def test_tokenising_counts(start_rig: Any) -> None:
+    may_go_on = threading.Event()
+
     class Slow(FakeTokenizer):
         def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-            time.sleep(0.15)
+            assert may_go_on.wait(30), "the time-out did not come meanwhile"
             return super().encode(text, add_special_tokens=add_special_tokens)
 
     async with start_rig(FakeExecutor(num_blocks=2000, block_size=4), tokenizer=Slow()) as rig:
-        start = time.perf_counter()
         with pytest.raises(RequestTimeoutError, match="with 0 output tokens"):
             await anext(rig.engine.generate("x" * 5000, timeout=0.03))
-        assert time.perf_counter() - start < 0.14
+        may_go_on.set()
         await rig.settle()
 
 

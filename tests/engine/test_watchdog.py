@@ -38,11 +38,11 @@ async def test_a_step_that_never_returns(start_rig: Any, caplog: pytest.LogCaptu
     try:
         async with start_rig(executor, step_timeout_s=0.1, async_scheduling=overlap, max_num_seqs=2) as rig:
             streams = [stream_to_the_end(rig.engine, [index], request_id=f"r{index}") for index in range(3)]
-            results = await asyncio.wait_for(asyncio.gather(*streams, return_exceptions=True), 5)
+            results = await asyncio.wait_for(asyncio.gather(*streams, return_exceptions=True), 30)
             for error in results:
                 assert isinstance(error, EngineDeadError)
                 assert isinstance(error.__cause__, StepTimeoutError)
-                assert f"the worker has been in step {step} for 0." in str(error)
+                assert f"the worker has been in step {step} for " in str(error)
                 assert "step_timeout_s is 0.1; the requests of the step: 'r0'" in str(error)
             with pytest.raises(EngineDeadError, match=f"in step {step}"):
                 rig.engine.check_health()
@@ -50,7 +50,7 @@ async def test_a_step_that_never_returns(start_rig: Any, caplog: pytest.LogCaptu
                 await stream_to_the_end(rig.engine, [1])
             start = time.perf_counter()
             await rig.engine.shutdown()
-            assert time.perf_counter() - start < 2, "it does not wait for the worker's thread"
+            assert time.perf_counter() - start < 15, "it does not wait for the worker's thread"
         assert "the executor has not shut down within 0.1 s" in caplog.text
         assert f"while it handled step {step}:" in caplog.text
     finally:
@@ -58,11 +58,11 @@ async def test_a_step_that_never_returns(start_rig: Any, caplog: pytest.LogCaptu
 
 
 async def test_slow_steps_and_slow_loops_are_no_reason(start_rig: Any) -> None:
-    """Each step takes a fifth of the limit and all of them many times that; and a loop that is blocked blames nobody."""
-    async with start_rig(FakeExecutor(num_blocks=129, block_size=4, forward_s=0.05), step_timeout_s=0.25) as rig:
-        stream = rig.engine.generate([1], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    """Each step takes a tenth of the limit and all of them many times that; and a loop that is blocked blames nobody."""
+    async with start_rig(FakeExecutor(num_blocks=129, block_size=4, forward_s=0.05), step_timeout_s=0.5) as rig:
+        stream = rig.engine.generate([1], SamplingParams(temperature=0, max_tokens=15, ignore_eos=True))
         await anext(stream)
-        time.sleep(0.4)  # noqa: ASYNC251 - a program that does not let the loop run
+        time.sleep(0.8)  # noqa: ASYNC251 - a program that does not let the loop run
         outputs = [output async for output in stream]
         assert outputs[-1].finish_reason == "length"
         await rig.settle()
@@ -70,32 +70,32 @@ async def test_slow_steps_and_slow_loops_are_no_reason(start_rig: Any) -> None:
 
 async def test_the_clock_of_a_step_starts_when_the_worker_turns_to_it(start_rig: Any) -> None:
     """With two steps in flight the second one is submitted long before: that time is not its own."""
-    async with start_rig(FakeExecutor(num_blocks=129, block_size=4, forward_s=0.1), step_timeout_s=0.19) as rig:
+    async with start_rig(FakeExecutor(num_blocks=129, block_size=4, forward_s=0.3), step_timeout_s=0.55) as rig:
         assert rig.engine.resolved_config.scheduler.max_concurrent_batches == 2
-        (output,) = await rig.engine.generate_batch([[1]], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+        (output,) = await rig.engine.generate_batch([[1]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
         assert output.finish_reason == "length"
 
 
 async def test_an_idle_engine_has_no_timer(start_rig: Any, wait_for: Callable[..., Any]) -> None:
-    async with start_rig(step_timeout_s=0.02) as rig:
+    async with start_rig(step_timeout_s=0.2) as rig:
         await rig.engine.generate_batch([[1, 2]])
         await rig.settle()
         core = rig.engine._core
         await wait_for(lambda: core._watchdog._timer is None)
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.3)
         rig.engine.check_health()
         assert core._watchdog._timer is None
         # And it watches again afterwards.
         rig.executor.hang_at(rig.executor.outputs[-1].step_id + 1)
         with pytest.raises(EngineDeadError, match="the worker has been in step"):
-            await asyncio.wait_for(stream_to_the_end(rig.engine, [1]), 5)
+            await asyncio.wait_for(stream_to_the_end(rig.engine, [1]), 30)
 
 
 async def test_a_paused_engine_is_not_stuck(start_rig: Any) -> None:
-    async with start_rig(FakeExecutor(num_blocks=129, block_size=4), step_timeout_s=0.03) as rig:
+    async with start_rig(FakeExecutor(num_blocks=129, block_size=4), step_timeout_s=0.2) as rig:
         rig.engine.pause()
         task = asyncio.create_task(rig.engine.generate_batch([[1]], SamplingParams(max_tokens=3, ignore_eos=True)))
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.5)
         rig.engine.resume()
         (output,) = await task
         assert output.finish_reason == "length"

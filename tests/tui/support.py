@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.events.step_event import FinishedInfo, RequestInfo, StepEvent, StepResultEvent
-from aioengine.events.stream import SourceStatus, StreamItem
+from aioengine.events.stream import ItemStream, SourceStatus, StreamItem
 from aioengine.events.wire import WireHeader
 from aioengine.request import RequestStatus
 from aioengine.testing import FakeExecutor, make_request, make_scheduler
@@ -21,8 +20,7 @@ HEADER = WireHeader(
     engine_version="0.1.0",
     model="tiny",
     config={
-        "model": {"dtype": "float32"},
-        "worker": {"device": "cpu"},
+        "worker": {"device": "cpu", "weights": "exact", "kv_cache_dtype": "float32"},
         "scheduler": {"max_num_seqs": 8, "max_num_batched_tokens": BUDGET, "policy": "fcfs"},
         "cache": {"block_size": BLOCK_SIZE},
     },
@@ -120,7 +118,7 @@ def folded(items: Sequence[StreamItem]) -> DashboardState:
     return state
 
 
-class ListSource:
+class ListSource(ItemStream):
     """A StepSource that yields the given items at once and then waits for what `push()` brings."""
 
     address = "test"
@@ -145,16 +143,6 @@ class ListSource:
 
     async def close(self) -> None:
         self.is_open = False
-
-    async def __aenter__(self) -> Self:
-        await self.open()
-        return self
-
-    async def __aexit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None) -> None:
-        await self.close()
-
-    def __aiter__(self) -> Self:
-        return self
 
     async def __anext__(self) -> StreamItem:
         return await self._queue.get()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -118,6 +120,61 @@ def test_no_color_is_readable(engine: tuple[str, subprocess.Popen[bytes]], termi
     # Attributes only: bold, dim, underline, reverse, and resets; no colour, 30 to 49 and 90 to 107.
     codes = {code for part in colored.split("\x1b[")[1:] for code in part.partition("m")[0].split(";")}
     assert codes <= {"", "0", "1", "2", "3", "4", "7", "22", "23", "24", "27", "39", "49"}, codes
+
+
+# ---------------------------------------------------------------------------------------------------- SIGTERM
+def processes(text: str) -> list[int]:
+    """The Python processes that have `text` on their command line."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has just ended
+            arguments = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            if Path(arguments[0]).name.startswith("python") and any(text in argument for argument in arguments[1:]):
+                found.append(int(folder.name))
+    return found
+
+
+def test_sigterm_gives_the_terminal_back(engine: tuple[str, subprocess.Popen[bytes]], terminal: Terminal) -> None:
+    address, process = engine
+    terminal.start([*TOP, address])
+    terminal.wait_for(lambda text: "* live" in text)
+    (viewer,) = set(processes(address)) - {process.pid}
+    os.kill(viewer, signal.SIGTERM)
+    terminal.wait_for(lambda text: "left with 143" in text and "live" not in text)
+    assert terminal.tmux("display-message", "-p", "#{alternate_on}#{mouse_any_flag}#{cursor_flag}").strip() == "001"
+    assert process.poll() is None
+
+
+@pytest.mark.parametrize("on_screen", [True, False])
+def test_sigterm_ends_the_engine_of_the_demo(terminal: Terminal, tmp_path: Path, on_screen: bool) -> None:
+    """The child is one of the tests' own, which starts at once."""
+    program = (
+        "import subprocess, sys\n"
+        "from aioengine.cli import main\n"
+        "from aioengine.commands import top\n"
+        "popen = subprocess.Popen\n"
+        "top.subprocess.Popen = lambda command, **options: popen(\n"
+        "    [sys.executable, '-m', 'tests.tui.traffic', command[3]], **options)\n"
+        "sys.exit(main(['top', '--demo', *sys.argv[1:]]))\n"
+    )
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    command = [sys.executable, "-c", program, *([] if on_screen else ["--json"])]
+    env = {**os.environ, "TMPDIR": str(folder)}
+    if on_screen:
+        terminal.start(command, env={"TMPDIR": str(folder)})
+        terminal.wait_for(lambda text: "* live" in text)
+        (child,) = processes(str(folder))
+        os.kill(int(Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGTERM)
+        terminal.wait_for(lambda text: "left with 143" in text)
+    else:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env) as viewer_process:
+            assert viewer_process.stdout is not None
+            assert json.loads(viewer_process.stdout.readline())
+            viewer_process.terminate()
+            assert viewer_process.wait(timeout=20) == 143
+    assert list(folder.iterdir()) == []
+    assert processes(str(folder)) == []
 
 
 def test_the_terminal_is_left_as_it_was_when_there_is_no_engine(terminal: Terminal, tmp_path: Path) -> None:

@@ -51,6 +51,11 @@ def make(kind: str, rows: int, columns: int, seed: int = 0) -> tuple[PackedMatri
     return pack_dense(weight), weight.float()
 
 
+def exact_tolerance(isa: str, kind: str) -> float:
+    """Float32 arithmetic for dense weights and without AVX2; else 16-bit activations: 2e-5 for normal ones."""
+    return 3e-5 if kind in BLOCKS and isa != "portable" else 2e-6
+
+
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.double() - want).norm() / want.norm())
 
@@ -58,7 +63,10 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_are_dequantized_bit_for_bit(kernels: CpuKernels, kind: str) -> None:
     packed, reference = make(kind, 40, 512)
-    assert torch.equal(kernels.linear(torch.eye(512), packed).T, reference)
+    columns = kernels.linear(torch.eye(512), packed).T
+    if exact_tolerance(kernels.isa, kind) < 1e-5:
+        assert torch.equal(columns, reference)
+    assert torch.allclose(columns, reference, rtol=1e-6, atol=1e-7)  # a single 1 loses nothing to 16 bits
     assert torch.equal(gather_rows(packed, torch.tensor([[39, 0], [17, 16]])), reference[torch.tensor([[39, 0], [17, 16]])])
 
 
@@ -70,7 +78,7 @@ def test_close_to_float64(kernels: CpuKernels, kind: str, rows: int, columns: in
     for m in ROW_COUNTS:
         x = randn(m, columns)
         want = x.double() @ reference.double().T + bias.double()
-        assert relative_error(kernels.linear(x, packed, bias), want) < 2e-6, m
+        assert relative_error(kernels.linear(x, packed, bias), want) < exact_tolerance(kernels.isa, kind), m
         assert relative_error(kernels.linear(x, packed, bias, fast=True), want) < (1.2e-2 if kind in BLOCKS else 2e-6), m
 
 
@@ -82,7 +90,7 @@ def test_shapes_of_the_built_in_model(kernels: CpuKernels, rows: int, columns: i
     for m in (1, 8, 40):
         x = randn(m, columns)
         want = x.double() @ reference.double().T
-        assert relative_error(kernels.linear(x, packed), want) < 2e-6
+        assert relative_error(kernels.linear(x, packed), want) < exact_tolerance(kernels.isa, "Q4_1")
         assert relative_error(kernels.linear(x, packed, fast=True), want) < 1.2e-2
 
 
@@ -90,7 +98,7 @@ def test_a_vocabulary_of_rows(kernels: CpuKernels, randn: Randn) -> None:
     packed, reference = make("Q8_0", 49152 if kernels.isa != "portable" else 4096, 64)
     x = randn(3, 64)
     want = x.double() @ reference.double().T
-    assert relative_error(kernels.linear(x, packed), want) < 2e-6
+    assert relative_error(kernels.linear(x, packed), want) < exact_tolerance(kernels.isa, "Q8_0")
     assert relative_error(kernels.linear(x, packed, fast=True), want) < 1.2e-2
 
 
@@ -138,7 +146,7 @@ def test_strided_rows_and_odd_sizes(kernels: CpuKernels, kind: str, fast: bool, 
     wide = randn(9, columns + 3)
     x = wide[:, 1 : columns + 1]  # rows apart, no row aligned
     assert torch.equal(kernels.linear(x, packed, fast=fast), kernels.linear(x.contiguous(), packed, fast=fast))
-    assert relative_error(kernels.linear(x, packed), x.double() @ reference.double().T) < 5e-6
+    assert relative_error(kernels.linear(x, packed), x.double() @ reference.double().T) < 2 * exact_tolerance(kernels.isa, kind)
     assert kernels.linear(x[:0], packed, fast=fast).shape == (0, 1)
 
 
@@ -173,17 +181,28 @@ def test_zeros_and_tiny_rows(kernels: CpuKernels) -> None:
     assert kernels.linear(x, packed).abs().max() < 1e-36
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K", "Q8_0"])
+@pytest.mark.parametrize("kind", BLOCKS)
 @pytest.mark.parametrize("spread", [0.0, 2.0, 4.0])
-def test_exact_mode_is_as_close_as_float32(kernels: CpuKernels, kind: str, spread: float, randn: Randn) -> None:
-    """Also where a few activations are far larger than their neighbours: never worse than a plain float32 product."""
+def test_exact_mode_stays_within_its_error(kernels: CpuKernels, kind: str, spread: float, randn: Randn) -> None:
+    """Also where a few activations are far larger than their neighbours, in whose units those are then rounded."""
     packed, reference = make(kind, 64, 768)
     x = randn(16, 768) * torch.exp(spread * randn(16, 768))
     want = x.double() @ reference.double().T
-    chain = torch.zeros(16, 64)
-    for k in range(768):
-        chain += x[:, k : k + 1] * reference[:, k]
-    assert relative_error(kernels.linear(x, packed), want) < 1.1 * relative_error(chain, want)
+    errors = (kernels.linear(x, packed).double() - want).norm(dim=1) / want.norm(dim=1)  # of every row
+    assert float(errors.max()) < 5e-5
+
+
+def test_exact_mode_rounds_to_sixteen_bits(kernels: CpuKernels) -> None:
+    """An activation is off by at most half a unit, the largest of its 32 columns over 32639; other columns have their own unit."""
+    if kernels.isa == "portable":
+        pytest.skip("float32 there")
+    packed, reference = make("Q8_0", 16, 64)
+    x = torch.zeros(4, 64)
+    x[:, 0], x[:, 40] = 32639.0, 0.25
+    x[:, 7] = torch.tensor([0.4, 0.6, -1.4, -32639.0])
+    rounded = x.double()
+    rounded[:, 7] = torch.tensor([0.0, 1.0, -1.0, -32639.0])
+    assert torch.allclose(kernels.linear(x, packed).double(), rounded @ reference.double().T, rtol=1e-6, atol=1e-4)
 
 
 @pytest.mark.parametrize("fast", [False, True])

@@ -14,7 +14,7 @@ from aioengine_tui.state import DashboardState
 from aioengine_tui.themes import Palette
 from aioengine_tui.widgets.line_view import LineView
 from aioengine_tui.widgets.scroll import ScrollState
-from aioengine_tui.widgets.text import Line
+from aioengine_tui.widgets.text import Line, Part
 
 
 class View(LineView, can_focus=True):
@@ -102,6 +102,38 @@ class ListView(View):
         if event.y >= self.list_row:
             self.scroll_state.go(index)
             self.cursor_moved()
+
+
+class PageView(ListView):
+    """A page of text without a cursor: the keys scroll it."""
+
+    _num_lines = 0
+
+    def action_move(self, rows: int) -> None:
+        self.scroll_state.top = max(0, min(self.scroll_state.top + rows, self._num_lines - self.size.height))
+        self.draw()
+
+    def action_page(self, pages: int) -> None:
+        self.action_move(pages * max(1, self.size.height - 1))
+
+    def action_first(self) -> None:
+        self.action_move(-1 << 30)
+
+    def action_last(self) -> None:
+        self.action_move(1 << 30)
+
+    def compose_lines(self, state: DashboardState, width: int, height: int) -> list[Line]:
+        lines = self.compose_page(state, width)
+        self._num_lines = len(lines)
+        top = self.scroll_state.top = max(0, min(self.scroll_state.top, len(lines) - height))
+        shown = lines[top : top + height]
+        if top + height < len(lines):
+            shown[-1] = [Part(f"… {len(lines) - top - height + 1} more lines below", "muted")]
+        return shown
+
+    def compose_page(self, state: DashboardState, width: int) -> list[Line]:
+        """All lines of the page, each at most `width` cells."""
+        raise NotImplementedError
 
 
 class FilterView(ListView):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from aioengine_tui.screens.base import ListView
+from aioengine_tui.screens.base import PageView
 from aioengine_tui.state import DashboardState
 from aioengine_tui.widgets.block_grid import legend
 from aioengine_tui.widgets.glyphs import KIND_FILLS, KIND_LETTERS, STATE_LETTERS
@@ -59,33 +59,12 @@ _KEYS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
 )
 
 
-class HelpView(ListView):
+class HelpView(PageView):
     screen_title: ClassVar[str] = "Help"
     key_hints: ClassVar[tuple[tuple[str, str], ...]] = (("esc", "back"), ("↑↓", "scroll"))
 
-    _num_lines = 0
-
-    def action_move(self, rows: int) -> None:
-        self.scroll_state.top = max(0, min(self.scroll_state.top + rows, self._num_lines - self.size.height))
-        self.draw()
-
-    def action_page(self, pages: int) -> None:
-        self.action_move(pages * max(1, self.size.height - 1))
-
-    def action_first(self) -> None:
-        self.action_move(-1 << 30)
-
-    def action_last(self) -> None:
-        self.action_move(1 << 30)
-
-    def compose_lines(self, state: DashboardState, width: int, height: int) -> list[Line]:
-        lines = help_lines(width)
-        self._num_lines = len(lines)
-        top = self.scroll_state.top = max(0, min(self.scroll_state.top, len(lines) - height))
-        shown = lines[top : top + height]
-        if top + height < len(lines):
-            shown[-1] = [Part(f"… {len(lines) - top - height + 1} more lines below", "muted")]
-        return shown
+    def compose_page(self, state: DashboardState, width: int) -> list[Line]:
+        return help_lines(width)
 
 
 def help_lines(width: int) -> list[Line]:

@@ -15,7 +15,8 @@ from aioengine_tui.widgets.text import Line, Part, fit_line, number, percent, ru
 _FIVE_COLUMNS = 154  # cells: the widest heading and value side by side, five times
 _SETTINGS = (
     ("worker", "device", "device"),
-    ("model", "dtype", "dtype"),
+    ("worker", "weights", "weights"),
+    ("worker", "kv_cache_dtype", "KV"),
     ("cache", "block_size", "block"),
     ("scheduler", "max_num_seqs", "seqs"),
     ("scheduler", "max_num_batched_tokens", "budget"),

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from aioengine.sampling_params import SamplingParams
 from aioengine_tui.export import ExportTable
-from aioengine_tui.screens.base import ListView
+from aioengine_tui.screens.base import PageView
 from aioengine_tui.session import Session
 from aioengine_tui.state import DashboardState, RequestRow
 from aioengine_tui.themes import Palette
@@ -23,45 +23,24 @@ _MILESTONE_ROLES = {
 _MILESTONE_WORDS = {"first_token": "first token", "told_worker": "worker told", "cleaned_up": "cleaned up"}
 
 
-class RequestView(ListView):
+class RequestView(PageView):
     screen_title: ClassVar[str] = "Request"
     key_hints: ClassVar[tuple[tuple[str, str], ...]] = (("esc", "back"), ("↑↓", "scroll"), ("x", "abort"), ("e", "export"))
 
     def __init__(self, palette: Palette, session: Session, *, id: str) -> None:
         super().__init__(palette, session, id=id)
         self.request_id: str | None = None
-        self._num_lines = 0
 
     def open(self, request_id: str) -> None:
         self.request_id = self.session.selected = request_id
         self.scroll_state.go(0)
 
-    def action_move(self, rows: int) -> None:
-        # There is no cursor on this page: the keys scroll it.
-        self.scroll_state.top = max(0, min(self.scroll_state.top + rows, self._num_lines - self.size.height))
-        self.draw()
-
-    def action_page(self, pages: int) -> None:
-        self.action_move(pages * max(1, self.size.height - 1))
-
-    def action_first(self) -> None:
-        self.action_move(-1 << 30)
-
-    def action_last(self) -> None:
-        self.action_move(1 << 30)
-
-    def compose_lines(self, state: DashboardState, width: int, height: int) -> list[Line]:
+    def compose_page(self, state: DashboardState, width: int) -> list[Line]:
         row = state.row(self.request_id) if self.request_id is not None else None
         if row is None:
             name = clean(self.request_id or "")
             return [[Part(f"request {name} is not known here: not arrived yet, or ended too long ago to be kept", "muted")]]
-        lines = page_lines(row, state, width)
-        self._num_lines = len(lines)
-        top = self.scroll_state.top = max(0, min(self.scroll_state.top, len(lines) - height))
-        shown = lines[top : top + height]
-        if top + height < len(lines):
-            shown[-1] = [Part(f"… {len(lines) - top - height + 1} more lines below", "muted")]
-        return shown
+        return page_lines(row, state, width)
 
     def export_table(self, state: DashboardState) -> ExportTable | None:
         row = state.row(self.request_id) if self.request_id is not None else None

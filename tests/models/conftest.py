@@ -1,0 +1,39 @@
+"""Tiny model files that are in order, for tests that damage them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import save_file
+
+from tests.models.untrusted import (
+    tensors,
+    write_config,
+    write_gguf,
+)
+
+
+@pytest.fixture(scope="module")
+def gguf_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gguf")
+    write_config(folder)
+    write_gguf(folder / "m.gguf")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def safetensors_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("safetensors")
+    write_config(folder)
+    save_file(tensors(), folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def scratch(tmp_path: Path, gguf_folder: Path, safetensors_folder: Path) -> Path:
+    """Both models, to damage."""
+    shutil.copytree(gguf_folder, tmp_path / "gguf")
+    shutil.copytree(safetensors_folder, tmp_path / "safetensors")
+    return tmp_path
