@@ -26,7 +26,7 @@ LAYERS = 30
 HIDDEN, INTERMEDIATE, VOCAB = 576, 1536, 49152
 HEADS, KV_HEADS, HEAD_DIM = 9, 3, 64
 LAYER_SHAPES = (((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN), (HIDDEN, HIDDEN), (2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))
-TOLERANCE = {"exact": 1e-5, "fast": 1.5e-2}
+TOLERANCE = {"float32": 1e-5, "exact": 5e-5, "fast": 1.5e-2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class LinearBench:
 
         return [
             Variant("F.linear", lambda: [F.linear(x, w) for layer in dense for x, w in zip(inputs, layer, strict=True)], 0.0, 1.0),
-            Variant("f32", native(panels, False), error(panels, False), TOLERANCE["exact"]),
+            Variant("f32", native(panels, False), error(panels, False), TOLERANCE["float32"]),
             Variant("exact", native(packed, False), error(packed, False), TOLERANCE["exact"]),
             Variant("fast", native(packed, True), error(packed, True), TOLERANCE["fast"]),
         ]

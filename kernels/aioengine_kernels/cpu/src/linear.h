@@ -43,69 +43,9 @@ AIO_INLINE void prefetch_group(const uint8_t* q, const uint8_t* scales, i64 ahea
 // ---- exact -------------------------------------------------------------------------------------------------------
 
 // The float32 weights of one group, [32][16], bit for bit what dequantizing the file gives: every product of a scale
-// and a quant is exact, so fusing it with the addition changes nothing.
+// and a quant is exact, so fusing it with the addition changes nothing. The portable build's: the others multiply by integers.
 template <int F>
 AIO_INLINE void dequantize_group(const uint8_t* q, const uint8_t* scales, float* out) {
-#if AIO_ISA == 512
-  const __m512 s = load_scale<F>(scales, 0, 0);
-  if (Traits<F>::nibbles) {
-    const __m512 values = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m512 base = Traits<F>::minimum ? load_scale<F>(scales, 1, 0) : _mm512_mul_ps(s, _mm512_set1_ps(-8.0f));
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; j++) {
-      const __m512i v = _mm512_loadu_si512(q + j * 64);
-#pragma GCC unroll 4
-      for (int t = 0; t < 4; t++) {  // the permutation reads the low 4 bits of each lane: no masking
-        const __m512 lo = _mm512_permutexvar_ps(_mm512_srli_epi32(v, 8 * t), values);
-        const __m512 hi = _mm512_permutexvar_ps(_mm512_srli_epi32(v, 8 * t + 4), values);
-        _mm512_store_ps(out + (4 * j + t) * 16, _mm512_fmadd_ps(lo, s, base));
-        _mm512_store_ps(out + (16 + 4 * j + t) * 16, _mm512_fmadd_ps(hi, s, base));
-      }
-    }
-  } else {
-#pragma GCC unroll 8
-    for (int j = 0; j < 8; j++) {
-      const __m512 scale = Traits<F>::halves == 2 && j >= 4 ? load_scale<F>(scales, 1, 0) : s;
-      const __m512i v = _mm512_xor_si512(_mm512_loadu_si512(q + j * 64), _mm512_set1_epi8((char)0x80));
-#pragma GCC unroll 4
-      for (int t = 0; t < 4; t++) {
-        const __m512i i = _mm512_srai_epi32(_mm512_slli_epi32(v, 24 - 8 * t), 24);
-        _mm512_store_ps(out + (4 * j + t) * 16, _mm512_mul_ps(_mm512_cvtepi32_ps(i), scale));
-      }
-    }
-  }
-#elif AIO_ISA == 2
-#pragma GCC unroll 2
-  for (int h = 0; h < 2; h++) {
-    const __m256 s = load_scale<F>(scales, 0, h);
-    if (Traits<F>::nibbles) {
-      const __m256 base = Traits<F>::minimum ? load_scale<F>(scales, 1, h) : _mm256_mul_ps(s, _mm256_set1_ps(-8.0f));
-      const __m256i mask = _mm256_set1_epi32(15);
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; j++) {
-        const __m256i v = _mm256_loadu_si256((const __m256i*)(q + j * 64 + h * 32));
-#pragma GCC unroll 4
-        for (int t = 0; t < 4; t++) {
-          const __m256 lo = _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(v, 8 * t), mask));
-          const __m256 hi = _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(v, 8 * t + 4), mask));
-          _mm256_store_ps(out + (4 * j + t) * 16 + h * 8, _mm256_fmadd_ps(lo, s, base));
-          _mm256_store_ps(out + (16 + 4 * j + t) * 16 + h * 8, _mm256_fmadd_ps(hi, s, base));
-        }
-      }
-    } else {
-#pragma GCC unroll 8
-      for (int j = 0; j < 8; j++) {
-        const __m256 scale = Traits<F>::halves == 2 && j >= 4 ? load_scale<F>(scales, 1, h) : s;
-        const __m256i v = _mm256_xor_si256(_mm256_loadu_si256((const __m256i*)(q + j * 64 + h * 32)), _mm256_set1_epi8((char)0x80));
-#pragma GCC unroll 4
-        for (int t = 0; t < 4; t++) {
-          const __m256i i = _mm256_srai_epi32(_mm256_slli_epi32(v, 24 - 8 * t), 24);
-          _mm256_store_ps(out + (4 * j + t) * 16 + h * 8, _mm256_mul_ps(_mm256_cvtepi32_ps(i), scale));
-        }
-      }
-    }
-  }
-#else
   for (int h = 0; h < 2; h++) {
     const vf s = load_scale<F>(scales, 0, h);
     const vf second = Traits<F>::minimum || Traits<F>::halves == 2 ? load_scale<F>(scales, 1, h) : vzero();
@@ -118,7 +58,6 @@ AIO_INLINE void dequantize_group(const uint8_t* q, const uint8_t* scales, float*
       }
     }
   }
-#endif
 }
 
 // Columns k0 .. k0 + kc of a panel as float32, [kc][16].
@@ -271,28 +210,54 @@ static void exact_format(const LinearArgs& a) {
 #endif
 }
 
+#if AIO_ISA >= 2
+// Loads 32 floats; returns the largest of their magnitudes, infinity or NaN if one of them is. The bits of positive floats are
+// ordered as integers, with infinity and NaN above all others.
+AIO_INLINE float largest_magnitude(const float* x, __m256* v) {
+  const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
+  __m256i most = _mm256_setzero_si256();
+  for (int j = 0; j < 4; j++) {
+    v[j] = _mm256_loadu_ps(x + j * 8);
+    most = _mm256_max_epi32(most, _mm256_and_si256(_mm256_castps_si256(v[j]), magnitude));
+  }
+  __m128i most4 = _mm_max_epi32(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
+  most4 = _mm_max_epi32(most4, _mm_shuffle_epi32(most4, 0x4e));
+  most4 = _mm_max_epi32(most4, _mm_shuffle_epi32(most4, 0xb1));
+  return _mm_cvtss_f32(_mm_castsi128_ps(most4));
+}
+
+AIO_INLINE int32_t sum_of(__m256i v) {
+  __m128i s = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+  s = _mm_hadd_epi32(s, s), s = _mm_hadd_epi32(s, s);
+  return _mm_cvtsi128_si32(s);
+}
+
+// By integers: activations of 16 bits, the largest magnitude of 32 columns over kSplitTop as their unit.
+constexpr float kSplitTop = 32639.0f;  // 127 * 256 + 127: two signed digits of 8 bits, to either side
+constexpr float kNothing = 1e-30f;     // a group without a larger magnitude counts as zeros
+
 #if AIO_ISA == 512
 #include "split.h"
+#else
+#include "pairs.h"
+#endif
+#else
+template <int F>
+static void integer_format(const LinearArgs& a) {
+  exact_format<F>(a);
+}
 #endif
 
 static void linear_exact(const LinearArgs* a) {
-#if AIO_ISA == 512
-  switch (a->format) {
-    case kQ4_0: return split_format<kQ4_0>(*a);
-    case kQ4_1: return split_format<kQ4_1>(*a);
-    case kQ8_0: return split_format<kQ8_0>(*a);
-    case kQ4_K: return split_format<kQ4_K>(*a);
-  }
-#endif
   switch (a->format) {
     case kF32: return exact_format<kF32>(*a);
     case kF16: return exact_format<kF16>(*a);
     case kBF16: return exact_format<kBF16>(*a);
-    case kQ4_0: return exact_format<kQ4_0>(*a);
-    case kQ4_1: return exact_format<kQ4_1>(*a);
-    case kQ8_0: return exact_format<kQ8_0>(*a);
-    case kQ4_K: return exact_format<kQ4_K>(*a);
-    case kQ6_K: return exact_format<kQ6_K>(*a);
+    case kQ4_0: return integer_format<kQ4_0>(*a);
+    case kQ4_1: return integer_format<kQ4_1>(*a);
+    case kQ8_0: return integer_format<kQ8_0>(*a);
+    case kQ4_K: return integer_format<kQ4_K>(*a);
+    case kQ6_K: return integer_format<kQ6_K>(*a);
   }
 }
 
@@ -300,6 +265,8 @@ static void linear_exact(const LinearArgs* a) {
 
 #if AIO_ISA == 512
 constexpr int kFastRows = 12, kTilesAtATime = 1;
+#elif AIO_ISA == 2
+constexpr int kFastRows = 6, kTilesAtATime = 1;
 #else
 constexpr int kFastRows = 4, kTilesAtATime = 3;
 #endif
@@ -332,27 +299,12 @@ struct QuantizedRows {
 // sum is not finite either), and the sums of both halves.
 AIO_INLINE float quantize_group(const float* x, int8_t* out, i64 stride, int32_t sums[2]) {
 #if AIO_ISA >= 2
-  // The bits of positive floats are ordered as integers, with infinity and NaN above all others.
-  const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
   __m256 v[4];
-  __m256i most = _mm256_setzero_si256();
-  for (int j = 0; j < 4; j++) {
-    v[j] = _mm256_loadu_ps(x + j * 8);
-    most = _mm256_max_epi32(most, _mm256_and_si256(_mm256_castps_si256(v[j]), magnitude));
-  }
-  __m128i most4 = _mm_max_epi32(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
-  most4 = _mm_max_epi32(most4, _mm_shuffle_epi32(most4, 0x4e));
-  most4 = _mm_max_epi32(most4, _mm_shuffle_epi32(most4, 0xb1));
-  const float top = _mm_cvtss_f32(_mm_castsi128_ps(most4));
+  const float top = largest_magnitude(x, v);
   const __m256 inverse = _mm256_set1_ps(top > 1e-30f ? 127.0f / top : 0.0f);
   __m256i w[4];
   for (int j = 0; j < 4; j++) w[j] = _mm256_cvtps_epi32(_mm256_mul_ps(v[j], inverse));
-  for (int half = 0; half < 2; half++) {
-    const __m256i sum = _mm256_add_epi32(w[2 * half], w[2 * half + 1]);
-    __m128i s = _mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256(sum, 1));
-    s = _mm_hadd_epi32(s, s), s = _mm_hadd_epi32(s, s);
-    sums[half] = _mm_cvtsi128_si32(s);
-  }
+  for (int half = 0; half < 2; half++) sums[half] = sum_of(_mm256_add_epi32(w[2 * half], w[2 * half + 1]));
   __m256i r = _mm256_packs_epi16(_mm256_packs_epi32(w[0], w[1]), _mm256_packs_epi32(w[2], w[3]));
   r = _mm256_permutevar8x32_epi32(r, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
   alignas(32) int32_t dwords[8];
@@ -451,64 +403,52 @@ AIO_INLINE void fast_tile(const uint8_t* q, const uint8_t* scales, i64 groups, i
 
 AIO_INLINE __m256i broadcast4(const int8_t* p) { return _mm256_set1_epi32(*(const int32_t*)p); }
 
-// As above for 8 of the 16 columns. vpmaddubsw adds two products with 16-bit saturation. Nibbles: a lane collects 16 products
-// of a group, 16 * 15 * 127 = 30480 < 2^15, so one widening a group is enough. Bytes: the sign moves from the weight to the
-// activation, and one pair, 2 * 128 * 127 = 32512, just fits.
+// sum += the products of two pairs in every 16-bit lane; in one piece for the reason given at add_pairs.
+AIO_INLINE void add_bytes(__m256i& sum, __m256i w, __m256i x) {
+  __m256i products;
+  asm("vpmaddubsw %2, %3, %1\n\tvpaddw %1, %0, %0" : "+x"(sum), "=&x"(products) : "x"(x), "x"(w));
+}
+
+// As above for 4-bit weights. vpmaddubsw adds two products with 16-bit saturation; a lane collects 16 products of a group,
+// 16 * 15 * 127 = 30480 < 2^15, so one widening a group is enough.
 template <int F, int MR>
-AIO_INLINE void fast_half(const uint8_t* q, const uint8_t* scales, i64 groups, i64 ahead, const QuantizedTile& x, int v, vf (*f)[kV]) {
-  constexpr int halves = Traits<F>::halves;
-  const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1), flip = _mm256_set1_epi8((char)0x80);
+AIO_INLINE void fast_tile(const uint8_t* q, const uint8_t* scales, i64 groups, i64 ahead, const QuantizedTile& x, vf (*f)[kV]) {
+  const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
   const int8_t* xq = x.q;
-  q += v * 32;
-  vf sum[MR];
-#pragma GCC unroll 4
-  for (int m = 0; m < MR; m++) sum[m] = vzero();
+#pragma GCC unroll 8
+  for (int m = 0; m < MR; m++) f[m][0] = f[m][1] = vzero();
   for (i64 b = 0; b < groups; b++, q += Traits<F>::quant_bytes, scales += Traits<F>::scale_bytes, xq += 32 * MR) {
     if (ahead) prefetch_group<F>(q, scales, ahead);
-#pragma GCC unroll 2
-    for (int h = 0; h < halves; h++) {
-      __m256i c[MR];
-#pragma GCC unroll 4
-      for (int m = 0; m < MR; m++) c[m] = _mm256_setzero_si256();
+    __m256i c[MR][2];
 #pragma GCC unroll 8
-      for (int j = h * 4; j < (Traits<F>::nibbles ? 4 : h * 4 + 8 / halves); j++) {
-        const __m256i w = _mm256_loadu_si256((const __m256i*)(q + j * 64));
-        if (Traits<F>::nibbles) {
-          const __m256i lo = _mm256_and_si256(w, low), hi = _mm256_and_si256(_mm256_srli_epi16(w, 4), low);
-#pragma GCC unroll 4
-          for (int m = 0; m < MR; m++) {
-            const __m256i first = _mm256_maddubs_epi16(lo, broadcast4(xq + (j * MR + m) * 4));
-            const __m256i second = _mm256_maddubs_epi16(hi, broadcast4(xq + ((j + 4) * MR + m) * 4));
-            c[m] = _mm256_add_epi16(c[m], _mm256_add_epi16(first, second));
-          }
-        } else {
-          const __m256i value = _mm256_xor_si256(w, flip), magnitude = _mm256_abs_epi8(value);
-#pragma GCC unroll 4
-          for (int m = 0; m < MR; m++) {
-            const __m256i pairs = _mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(broadcast4(xq + (j * MR + m) * 4), value));
-            c[m] = _mm256_add_epi32(c[m], _mm256_madd_epi16(pairs, ones));
-          }
-        }
+    for (int m = 0; m < MR; m++) c[m][0] = c[m][1] = _mm256_setzero_si256();
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j++) {
+      __m256i w[2];
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; v++) {
+        const __m256i both = _mm256_loadu_si256((const __m256i*)(q + j % 4 * 64 + v * 32));
+        w[v] = _mm256_and_si256(j < 4 ? both : _mm256_srli_epi16(both, 4), low);
       }
-      const vf scale = load_scale<F>(scales, h, v);
-      const vf minimum = Traits<F>::minimum ? load_scale<F>(scales, 1, v) : vzero();
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int m = 0; m < MR; m++) {
-        __m256i total = Traits<F>::nibbles ? _mm256_madd_epi16(c[m], ones) : c[m];
-        if (Traits<F>::nibbles && Traits<F>::zero) total = _mm256_add_epi32(total, _mm256_set1_epi32(x.offset[b * MR + m]));
-        sum[m] = vfma(_mm256_cvtepi32_ps(total), vmul(scale, vset(x.scale[b * MR + m])), sum[m]);
-        if (Traits<F>::minimum) sum[m] = vfma(minimum, vset(x.scaled_sum[b * MR + m]), sum[m]);
+        const __m256i four = broadcast4(xq + (j * MR + m) * 4);
+        add_bytes(c[m][0], w[0], four);
+        add_bytes(c[m][1], w[1], four);
+      }
+    }
+#pragma GCC unroll 2
+    for (int v = 0; v < 2; v++) {
+      const vf scale = load_scale<F>(scales, 0, v), minimum = Traits<F>::minimum ? load_scale<F>(scales, 1, v) : vzero();
+#pragma GCC unroll 8
+      for (int m = 0; m < MR; m++) {
+        __m256i total = _mm256_madd_epi16(c[m][v], ones);
+        if (Traits<F>::zero) total = _mm256_add_epi32(total, _mm256_set1_epi32(x.offset[b * MR + m]));
+        f[m][v] = vfma(_mm256_cvtepi32_ps(total), vmul(scale, vset(x.scale[b * MR + m])), f[m][v]);
+        if (Traits<F>::minimum) f[m][v] = vfma(minimum, vset(x.scaled_sum[b * MR + m]), f[m][v]);
       }
     }
   }
-#pragma GCC unroll 4
-  for (int m = 0; m < MR; m++) f[m][v] = sum[m];
-}
-
-template <int F, int MR>
-AIO_INLINE void fast_tile(const uint8_t* q, const uint8_t* scales, i64 groups, i64 ahead, const QuantizedTile& x, vf (*f)[kV]) {
-  fast_half<F, MR>(q, scales, groups, ahead, x, 0, f);
-  fast_half<F, MR>(q, scales, groups, 0, x, 1, f);
 }
 
 #else
@@ -602,9 +542,11 @@ static void linear_fast(const LinearArgs* a) {
   switch (a->format) {
     case kQ4_0: return fast_format<kQ4_0>(*a);
     case kQ4_1: return fast_format<kQ4_1>(*a);
-    case kQ8_0: return fast_format<kQ8_0>(*a);
     case kQ4_K: return fast_format<kQ4_K>(*a);
+#if AIO_ISA != 2  // 8 bits by 8 take AVX2 as many instructions as 8 by 16
+    case kQ8_0: return fast_format<kQ8_0>(*a);
     case kQ6_K: return fast_format<kQ6_K>(*a);
+#endif
     default: return linear_exact(a);  // dense weights have no integer form
   }
 }

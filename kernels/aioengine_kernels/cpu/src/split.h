@@ -1,19 +1,12 @@
 // Exact products of quantized weights by integer dot products (AVX-512 VNNI). Included inside linear.h.
 //
-// An activation has 24 bits, a weight 4 or 8: vpdpbusd does four such products of 8 bits in the time of one float32 multiply-add,
-// so three passes, one for each byte of the activation, take three quarters of the time, and the weights need not be dequantized.
-// The activations of a group of 32 become whole numbers of up to 24 bits with one scale, a power of two: the largest keeps all its
-// bits, each is off by at most half of the unit. Products and sums inside a group are then exact, where a float32 chain rounds 32
-// times; against float64 the result is no worse than that of the chain (tests, README).
+// The activations of a group of 32 become whole numbers of 16 bits with one scale, the largest magnitude over kSplitTop, in two
+// signed digits of 8 bits. A weight has 4 or 8 bits: vpdpbusd does four such products in the time of one float32 multiply-add, so
+// two passes, one for each digit, take half the time, and the weights need not be dequantized. Products and sums inside a group are
+// then exact. What is lost is the rounding of the activations, about 2e-5 of a result (tests, README).
 
-// The group's unit is the least power of two for which no number exceeds kDigits and the sum of all 32 stays below kSumLimit,
-// so that 15 * the sum fits into 32 bits.
-constexpr float kDigits = 8355711.0f;         // 127 * (65536 + 256 + 1): three signed digits of 8 bits
-constexpr float kSumLimit = 17.0f * 8388608;  // 15 * 17 * 2^23 < 2^31
-constexpr float kNothing = 1e-28f;            // a group whose magnitudes add up to less counts as zeros
-
-// The rows of one tile: q [groups][rows][3 digits, the highest first][32], scale and scaled_sum [groups][rows],
-// offset [groups][2][rows]: what the unsigned storage of the weights added, for the two sums of 8-bit formats.
+// The rows of one tile: q [groups][rows][2 digits, the higher first][32], scale and scaled_sum [groups][rows],
+// offset [groups][halves][rows]: what the unsigned storage of the weights added.
 struct SplitTile {
   const int8_t* q;
   const float* scale;
@@ -27,9 +20,10 @@ struct SplitRows {
   float* scaled_sum;
   int32_t* offset;
   i64 k;
+  int halves;
   SplitTile tile(i64 first) const {
     const i64 groups = k / kGroup;
-    return {q + first * k * 3, scale + first * groups, scaled_sum + first * groups, offset + first * groups * 2};
+    return {q + first * k * 2, scale + first * groups, scaled_sum + first * groups, offset + first * groups * halves};
   }
 };
 
@@ -43,88 +37,71 @@ AIO_INLINE __m128i reduce4(const __m512i* v, const Op& op) {
   return _mm512_castsi512_si128(op(d, _mm512_shuffle_i64x2(d, d, 0xb1)));
 }
 
-// The units of four groups from their largest magnitudes and the sums of all: NaN if a number is not finite, 0 for nothing.
-AIO_INLINE __m128 choose_units(__m128 top, __m128 total, __m128* inverse) {
-  const __m128 need = _mm_max_ps(_mm_mul_ps(top, _mm_set1_ps(1.0f / kDigits)), _mm_mul_ps(total, _mm_set1_ps(1.0f / kSumLimit)));
-  const __m128i exponent = _mm_srli_epi32(_mm_add_epi32(_mm_castps_si128(need), _mm_set1_epi32(0x7fffff)), 23);
-  const __mmask8 finite = _mm_cmp_ps_mask(total, _mm_set1_ps(3e38f), _CMP_LE_OQ);
-  const __mmask8 some = _mm_mask_cmp_ps_mask(finite, total, _mm_set1_ps(kNothing), _CMP_GT_OQ);
-  *inverse = _mm_maskz_mov_ps(some, _mm_castsi128_ps(_mm_slli_epi32(_mm_sub_epi32(_mm_set1_epi32(254), exponent), 23)));
-  const __m128 unit = _mm_maskz_mov_ps(some, _mm_castsi128_ps(_mm_slli_epi32(exponent, 23)));
+// The units of four groups from their largest magnitudes: NaN if a number is not finite, 0 for nothing.
+AIO_INLINE __m128 choose_units(__m128i top, __m128* inverse) {
+  const __m128 largest = _mm_castsi128_ps(top);
+  const __mmask8 finite = _mm_cmp_ps_mask(largest, _mm_set1_ps(3.4e38f), _CMP_LE_OQ);
+  const __mmask8 some = _mm_mask_cmp_ps_mask(finite, largest, _mm_set1_ps(kNothing), _CMP_GT_OQ);
+  *inverse = _mm_maskz_div_ps(some, _mm_set1_ps(kSplitTop), largest);
+  const __m128 unit = _mm_maskz_mul_ps(some, largest, _mm_set1_ps(1.0f / kSplitTop));
   return _mm_mask_mov_ps(_mm_set1_ps(__builtin_nanf("")), finite, unit);
 }
 
-struct SplitSums {
-  __m128 unit;
-  __m128i all, lowest;  // of the numbers, of their lowest digits
-};
-
-// Four groups of 32 floats -> three runs of 32 digits each, `stride` bytes apart. Only `count` of them are there.
-template <bool kLowest>
-AIO_INLINE SplitSums split_groups(const float* x, int count, int8_t* out, i64 stride) {
+// Four groups of 32 floats -> two runs of 32 digits each, `stride` bytes apart. Only `count` of them are there.
+// Returns the units; the sums of the numbers, or of both halves of each group, are at `sums`.
+template <int halves>
+AIO_INLINE __m128 split_groups(const float* x, int count, int8_t* out, i64 stride, __m128i* sums) {
   __m512 a[4], b[4];
-  __m512i total[4], top[4];
+  __m512i top[4], sum[halves][4];
+  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
 #pragma GCC unroll 4
   for (int g = 0; g < 4; g++) {
     const float* from = x + (g < count ? g : 0) * kGroup;
     a[g] = _mm512_loadu_ps(from), b[g] = _mm512_loadu_ps(from + 16);
-    const __m512 abs_a = _mm512_abs_ps(a[g]), abs_b = _mm512_abs_ps(b[g]);
-    total[g] = _mm512_castps_si512(_mm512_add_ps(abs_a, abs_b)), top[g] = _mm512_castps_si512(_mm512_max_ps(abs_a, abs_b));
+    // The bits of positive floats are ordered as integers, with infinity and NaN above all others.
+    top[g] = _mm512_max_epi32(_mm512_and_si512(_mm512_castps_si512(a[g]), magnitude), _mm512_and_si512(_mm512_castps_si512(b[g]), magnitude));
   }
-  const auto add = [](__m512i u, __m512i v) { return _mm512_castps_si512(_mm512_add_ps(_mm512_castsi512_ps(u), _mm512_castsi512_ps(v))); };
-  const auto max = [](__m512i u, __m512i v) { return _mm512_castps_si512(_mm512_max_ps(_mm512_castsi512_ps(u), _mm512_castsi512_ps(v))); };
-  SplitSums sums;
   __m128 inverses;
-  sums.unit = choose_units(_mm_castsi128_ps(reduce4(top, max)), _mm_castsi128_ps(reduce4(total, add)), &inverses);
+  const __m128 units = choose_units(reduce4(top, [](__m512i u, __m512i v) { return _mm512_max_epi32(u, v); }), &inverses);
   alignas(16) float inverse[4];
   _mm_store_ps(inverse, inverses);
-  // Adding 128 to each digit makes all of them bytes of one unsigned number; flipping their highest bits takes it off again.
-  const __m512i bias = _mm512_set1_epi32(0x808080);
-  // Per four numbers: their highest digits, their middle ones, their lowest ones.
-  const __m512i by_digit = _mm512_broadcast_i32x4(_mm_setr_epi8(2, 6, 10, 14, 1, 5, 9, 13, 0, 4, 8, 12, -1, -1, -1, -1));
+  // The lower digit is the lower byte as it is; if negative, the higher one is one more than the byte above it.
+  const __m512i carry = _mm512_set1_epi32(0x80);
+  const __m512i by_digit = _mm512_broadcast_i32x4(_mm_setr_epi8(1, 5, 9, 13, 0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1));
   const __m512i two_digits = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 1, 5, 9, 13, 17, 21, 25, 29);
-  const __m512i third_digit = _mm512_setr_epi32(2, 6, 10, 14, 18, 22, 26, 30, 0, 0, 0, 0, 0, 0, 0, 0);
-  __m512i all[4], low[4];
 #pragma GCC unroll 4
   for (int g = 0; g < 4; g++) {
     const __m512 scale = _mm512_set1_ps(inverse[g]);
     const __mmask16 there = inverse[g] > 0.0f ? (__mmask16)0xffff : (__mmask16)0;  // NaN * 0 is no number
     const __m512i ia = _mm512_maskz_cvtps_epi32(there, _mm512_mul_ps(a[g], scale));
     const __m512i ib = _mm512_maskz_cvtps_epi32(there, _mm512_mul_ps(b[g], scale));
-    all[g] = _mm512_add_epi32(ia, ib);
-    const __m512i da = _mm512_shuffle_epi8(_mm512_xor_si512(_mm512_add_epi32(ia, bias), bias), by_digit);
-    const __m512i db = _mm512_shuffle_epi8(_mm512_xor_si512(_mm512_add_epi32(ib, bias), bias), by_digit);
-    const __m512i third = _mm512_permutex2var_epi32(da, third_digit, db);
-    if (kLowest) low[g] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), _mm512_maskz_mov_epi32(0xff, third));
-    if (g < count) {
-      _mm512_storeu_si512(out + g * stride, _mm512_permutex2var_epi32(da, two_digits, db));
-      _mm256_storeu_si256((__m256i*)(out + g * stride + 64), _mm512_castsi512_si256(third));
-    }
+    sum[0][g] = halves == 2 ? ia : _mm512_add_epi32(ia, ib), sum[halves - 1][g] = halves == 2 ? ib : sum[0][g];
+    const __m512i da = _mm512_shuffle_epi8(_mm512_xor_si512(_mm512_add_epi32(ia, carry), carry), by_digit);
+    const __m512i db = _mm512_shuffle_epi8(_mm512_xor_si512(_mm512_add_epi32(ib, carry), carry), by_digit);
+    if (g < count) _mm512_storeu_si512(out + g * stride, _mm512_permutex2var_epi32(da, two_digits, db));
   }
-  const auto add_int = [](__m512i u, __m512i v) { return _mm512_add_epi32(u, v); };
-  sums.all = reduce4(all, add_int);
-  sums.lowest = kLowest ? reduce4(low, add_int) : _mm_setzero_si128();
-  return sums;
+  for (int h = 0; h < halves; h++) sums[h] = reduce4(sum[h], [](__m512i u, __m512i v) { return _mm512_add_epi32(u, v); });
+  return units;
 }
 
 // Row m of a tile of `rows`.
 template <int F>
 AIO_INLINE void split_row(const float* x, i64 groups, i64 rows, i64 m, const SplitTile& tile) {
-  constexpr bool nibbles = Traits<F>::nibbles;
+  constexpr int halves = Traits<F>::halves;
   for (i64 b0 = 0; b0 < groups; b0 += 4) {
     const int count = (int)imin(4, groups - b0);
-    const SplitSums sums = split_groups<!nibbles>(x + b0 * kGroup, count, (int8_t*)tile.q + (b0 * rows + m) * 96, rows * 96);
+    __m128i sums[halves];
+    const __m128 units = split_groups<halves>(x + b0 * kGroup, count, (int8_t*)tile.q + (b0 * rows + m) * 64, rows * 64, sums);
     alignas(16) float unit[4], scaled_sum[4];
-    alignas(16) int32_t all[4], lowest[4];
-    _mm_store_ps(unit, sums.unit), _mm_store_ps(scaled_sum, _mm_mul_ps(sums.unit, _mm_cvtepi32_ps(sums.all)));
-    _mm_store_si128((__m128i*)all, sums.all), _mm_store_si128((__m128i*)lowest, sums.lowest);
+    alignas(16) int32_t sum[halves][4];
+    _mm_store_ps(unit, units), _mm_store_ps(scaled_sum, _mm_mul_ps(units, _mm_cvtepi32_ps(sums[0])));
+    for (int h = 0; h < halves; h++) _mm_store_si128((__m128i*)sum[h], sums[h]);
     for (i64 b = b0; b < b0 + count; b++) {
       const i64 g = b - b0;
       ((float*)tile.scale)[b * rows + m] = unit[g];
       if (Traits<F>::minimum) ((float*)tile.scaled_sum)[b * rows + m] = scaled_sum[g];
-      int32_t* offset = (int32_t*)tile.offset + b * 2 * rows + m;
-      if (Traits<F>::zero) offset[0] = -Traits<F>::zero * (nibbles ? all[g] : (all[g] - lowest[g]) >> 8);
-      if (!nibbles) offset[rows] = -Traits<F>::zero * lowest[g];
+      if (Traits<F>::zero)
+        for (int h = 0; h < halves; h++) ((int32_t*)tile.offset)[(b * halves + h) * rows + m] = -Traits<F>::zero * sum[h][g];
     }
   }
 }
@@ -140,62 +117,53 @@ static void split_rows(const LinearArgs& a, const RowTiles& tiles, const SplitRo
   });
 }
 
-// c[MR] += the dot products of one digit.
-template <int MR>
+// c[MR] += the dot products of one digit, `count` vectors of weights.
+template <int MR, int count>
 AIO_INLINE void add_digit(const __m512i* w, const int8_t* x, __m512i* c) {
 #pragma GCC unroll 8
-  for (int j = 0; j < 8; j++)
+  for (int j = 0; j < count; j++)
 #pragma GCC unroll 16
-    for (int m = 0; m < MR; m++) c[m] = _mm512_dpbusd_epi32(c[m], w[j], _mm512_set1_epi32(*(const int32_t*)(x + m * 96 + j * 4)));
+    for (int m = 0; m < MR; m++) c[m] = _mm512_dpbusd_epi32(c[m], w[j], _mm512_set1_epi32(*(const int32_t*)(x + m * 64 + j * 4)));
 }
 
-// y[MR][16] of one panel.
+// y[MR][16] of one panel. A lane collects the 32 products of a group, at most 32 * 255 * 32639 < 2^28.
 template <int F, int MR>
 static void split_tile(const uint8_t* q, const uint8_t* scales, i64 groups, i64 ahead, const SplitTile& x, float* y, i64 ldy) {
+  constexpr int halves = Traits<F>::halves, count = 8 / halves;
   const int8_t* xq = x.q;
   vf f[MR];
 #pragma GCC unroll 16
   for (int m = 0; m < MR; m++) f[m] = vzero();
-  for (i64 b = 0; b < groups; b++, q += Traits<F>::quant_bytes, scales += Traits<F>::scale_bytes, xq += 96 * MR) {
+  for (i64 b = 0; b < groups; b++, q += Traits<F>::quant_bytes, scales += Traits<F>::scale_bytes, xq += 64 * MR) {
     if (ahead) prefetch_group<F>(q, scales, ahead);
-    __m512i w[8], c[MR];
+#pragma GCC unroll 2
+    for (int h = 0; h < halves; h++) {
+      __m512i w[count], c[MR];
 #pragma GCC unroll 8
-    for (int j = 0; j < 8; j++) {
-      if (Traits<F>::nibbles) {
-        const __m512i v = _mm512_loadu_si512(q + j % 4 * 64);
-        w[j] = _mm512_and_si512(j < 4 ? v : _mm512_srli_epi16(v, 4), _mm512_set1_epi8(15));
-      } else {
-        w[j] = _mm512_loadu_si512(q + j * 64);
+      for (int j = 0; j < count; j++) {
+        if (Traits<F>::nibbles) {
+          const __m512i v = _mm512_loadu_si512(q + j % 4 * 64);
+          w[j] = _mm512_and_si512(j < 4 ? v : _mm512_srli_epi16(v, 4), _mm512_set1_epi8(15));
+        } else {
+          w[j] = _mm512_loadu_si512(q + (h * count + j) * 64);
+        }
       }
-    }
 #pragma GCC unroll 16
-    for (int m = 0; m < MR; m++) c[m] = _mm512_setzero_si512();
-    add_digit<MR>(w, xq, c);
-#pragma GCC unroll 16
-    for (int m = 0; m < MR; m++) c[m] = _mm512_slli_epi32(c[m], 8);
-    add_digit<MR>(w, xq + 32, c);
-    const vf scale = load_scale<F>(scales, 0, 0);
-    if (Traits<F>::nibbles) {
+      for (int m = 0; m < MR; m++) c[m] = _mm512_setzero_si512();
+      add_digit<MR, count>(w, xq + h * 16, c);
 #pragma GCC unroll 16
       for (int m = 0; m < MR; m++) {
         c[m] = _mm512_slli_epi32(c[m], 8);
-        if (Traits<F>::zero) c[m] = _mm512_add_epi32(c[m], _mm512_set1_epi32(x.offset[b * 2 * MR + m]));
+        if (Traits<F>::zero) c[m] = _mm512_add_epi32(c[m], _mm512_set1_epi32(x.offset[(b * halves + h) * MR + m]));
       }
-    } else {
-      // 8-bit weights: what is there so far has up to 28 bits and goes to the sum by itself.
+      add_digit<MR, count>(w, xq + 32 + h * 16, c);
+      const vf scale = load_scale<F>(scales, h, 0);
+      const vf minimum = Traits<F>::minimum ? load_scale<F>(scales, 1, 0) : vzero();
 #pragma GCC unroll 16
       for (int m = 0; m < MR; m++) {
-        const __m512i high = _mm512_add_epi32(c[m], _mm512_set1_epi32(x.offset[b * 2 * MR + m]));
-        f[m] = vfma(_mm512_cvtepi32_ps(high), vmul(scale, vset(256.0f * x.scale[b * MR + m])), f[m]);
-        c[m] = _mm512_set1_epi32(x.offset[(b * 2 + 1) * MR + m]);
+        f[m] = vfma(_mm512_cvtepi32_ps(c[m]), vmul(scale, vset(x.scale[b * MR + m])), f[m]);
+        if (Traits<F>::minimum) f[m] = vfma(minimum, vset(x.scaled_sum[b * MR + m]), f[m]);
       }
-    }
-    add_digit<MR>(w, xq + 64, c);
-    const vf minimum = Traits<F>::minimum ? load_scale<F>(scales, 1, 0) : vzero();
-#pragma GCC unroll 16
-    for (int m = 0; m < MR; m++) {
-      f[m] = vfma(_mm512_cvtepi32_ps(c[m]), vmul(scale, vset(x.scale[b * MR + m])), f[m]);
-      if (Traits<F>::minimum) f[m] = vfma(minimum, vset(x.scaled_sum[b * MR + m]), f[m]);
     }
   }
 #pragma GCC unroll 16
@@ -228,13 +196,13 @@ static void split_panel(const LinearArgs& a, const uint8_t* panel, i64 ahead, i6
 }
 
 template <int F>
-static void split_format(const LinearArgs& a) {
+static void integer_format(const LinearArgs& a) {
   const RowTiles tiles(a.m, kSplitRows);
   const i64 groups = a.k / kGroup;
   SplitRows x;
-  x.k = a.k;
-  x.q = (int8_t*)scratch(0, a.m * (a.k * 3 + groups * 16));
-  x.scale = (float*)(x.q + a.m * a.k * 3);
+  x.k = a.k, x.halves = Traits<F>::halves;
+  x.q = (int8_t*)scratch(0, a.m * (a.k * 2 + groups * (8 + 4 * Traits<F>::halves)));
+  x.scale = (float*)(x.q + a.m * a.k * 2);
   x.scaled_sum = x.scale + a.m * groups;
   x.offset = (int32_t*)(x.scaled_sum + a.m * groups);
   split_rows<F>(a, tiles, x);
