@@ -29,7 +29,7 @@ class AioEngine:
         )
         self._loop.run_until_complete(self._engine.start())
         worker = self._engine.resolved_config.worker
-        self.precision = f"{worker.weights} weights, {worker.dtype} arithmetic, {worker.kv_cache_dtype} KV cache"
+        self.precision = f"{worker.weights} weights, {worker.kv_cache_dtype} KV cache"
 
     def run(self, requests: list[Request]) -> list[Answer]:
         self._engine.reset_prefix_cache()
