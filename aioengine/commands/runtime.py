@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import os
 import signal
 import sys
@@ -52,6 +53,7 @@ async def started_engine(config: EngineConfig, publish: PublishOptions) -> Async
     try:
         with interrupts_leave_at_once(), status(f"loading {config.model} ..."):
             await engine.start()
+        gc.freeze()  # this process is ours: the collector need not look through the modules and the model again and again
         with drained_on_sigterm(engine):
             yield engine
     finally:

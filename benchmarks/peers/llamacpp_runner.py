@@ -52,7 +52,8 @@ class LlamaCpp:
         gguf = options.get("gguf", settings["gguf"])
         self._port = _free_port()
         threads, slots = str(settings["num_threads"]), settings["max_num_seqs"]
-        command = [_find_server(), "-m", gguf, "--host", "127.0.0.1", "--port", str(self._port), "-np", str(slots), "-cb"]
+        server = str(options.get("server") or _find_server())
+        command = [server, "-m", gguf, "--host", "127.0.0.1", "--port", str(self._port), "-np", str(slots), "-cb"]
         # Slots of their own (a unified cache costs a third here), each as long as the longest request.
         command += ["-t", threads, "-tb", threads, "-c", str(slots * settings["request_len"]), "--no-kv-unified"]
         command += ["--threads-http", str(slots + 8), "--cache-ram", "0"]

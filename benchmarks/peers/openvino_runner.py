@@ -52,12 +52,14 @@ class OpenVino:
         scheduler.cache_size = 2
         scheduler.enable_prefix_caching = True
         properties = {"INFERENCE_NUM_THREADS": settings["num_threads"]}
-        if weight_format == "fp32":
-            properties["INFERENCE_PRECISION_HINT"] = "f32"
+        # Of the activations. OpenVINO's own choice for quantized weights is bfloat16 where the CPU has instructions for it.
+        precision = settings.get("options", {}).get("precision", "f32" if weight_format == "fp32" else None)
+        if precision is not None:
+            properties["INFERENCE_PRECISION_HINT"] = precision
         self._pipeline = self._genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", properties)
         self._numbers = itertools.count()
         self.version = self._genai.__version__
-        self.precision = f"{weight_format} weights"
+        self.precision = f"{weight_format} weights" + (f", {precision} activations" if precision else "")
         self.note = "ContinuousBatchingPipeline, in process"
 
     def run(self, requests: list[Request]) -> list[Answer]:

@@ -20,6 +20,19 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1",
 }
+# For `isa=avx2`: what oneDNN, torch's own kernels and the compiler behind torch.compile read. vLLM's kernels read none of it.
+AVX2_ENVIRONMENT = {
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "TORCHINDUCTOR_CPP_MARCH": "x86-64-v3",
+}
+
+
+def _hide_avx512() -> None:
+    """Let torch know of no AVX-512 and AMX: vLLM asks it which of its libraries to load."""
+    cpu: Any = importlib.import_module("torch.cpu")
+    known = {name: value for name, value in cpu.get_capabilities().items() if not name.startswith(("avx512", "amx"))}
+    cpu.get_capabilities = lambda: known
 
 
 class Vllm:
@@ -28,8 +41,12 @@ class Vllm:
     def __init__(self, settings: dict[str, Any]) -> None:
         os.environ.update(ENVIRONMENT)
         os.environ["OMP_NUM_THREADS"] = str(settings["num_threads"])
+        options = settings.get("options", {})
+        if options.get("isa") == "avx2":
+            os.environ.update(AVX2_ENVIRONMENT)
+            _hide_avx512()
         vllm = importlib.import_module("vllm")
-        dtype = settings.get("options", {}).get("dtype", "float32")
+        dtype = options.get("dtype", "float32")
         llm = vllm.LLM(
             model=settings["model_folder"],
             dtype=dtype,

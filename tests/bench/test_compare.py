@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import json
+import subprocess
 import sys
+import venv
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +19,7 @@ from aioengine_bench import compare as compare_module
 from aioengine_bench import peers as peers_module
 from aioengine_bench.compare import CompareSettings, agreement, compare, host_cost_rows, median_turn, turn_requests
 from aioengine_bench.peer_process import PeerFailedError, PeerProcess
-from aioengine_bench.peers import PEERS, RUNNERS, Peer, find_contestant, requirements, runner_path
+from aioengine_bench.peers import PEERS, RUNNERS, Peer, build_environment, find_contestant, requirements, runner_path, set_up
 from aioengine_bench.results import SaveOptions
 from aioengine_bench.workloads import WorkloadRequest, load_workload
 
@@ -160,6 +162,28 @@ def test_requirements_leave_out_extras_and_what_is_excluded(tmp_path: Path) -> N
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("x-1.dist-info/METADATA", "\n".join([*lines, "Requires-Dist: y; extra == 'more'"]))
     assert requirements(wheel, excluded=["torch"]) == ["Torch-Audio>=1", "numpy; python_version > '3'"]
+
+
+def test_the_caller_has_the_last_word_on_a_build() -> None:
+    peer = Peer("x", "x.py", "x", build_environment={"CMAKE_ARGS": "-DA=1 -DB=1", "JOBS": "2"})
+    assert build_environment(peer, {"HOME": "/"}) == {"HOME": "/", "CMAKE_ARGS": "-DA=1 -DB=1", "JOBS": "2"}
+    given = {"CMAKE_ARGS": "-DB=0", "JOBS": "1"}
+    assert build_environment(peer, given) == {"CMAKE_ARGS": "-DA=1 -DB=1 -DB=0", "JOBS": "1"}
+    assert build_environment(Peer("y", "y.py", "y"), {"HOME": "/"}) == {"HOME": "/"}
+
+
+def test_packages_are_installed_one_call_each_in_the_environment_of_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[list[str], str]] = []
+
+    def run(command: Sequence[str], *, check: bool, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+        calls.append((list(command[4:]), env["CMAKE_ARGS"]))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.delenv("CMAKE_ARGS", raising=False)
+    monkeypatch.setattr(venv, "create", lambda folder, **settings: None)
+    monkeypatch.setattr(subprocess, "run", run)
+    set_up(Peer("x", "x.py", "x", install=[["a"], ["b", "c"]], build_environment={"CMAKE_ARGS": "-DA=1"}), tmp_path, say=print)
+    assert calls == [(["--quiet", "a"], "-DA=1"), (["--quiet", "b", "c"], "-DA=1")]
 
 
 def test_every_peer_has_a_runner_that_imports_nothing_of_ours() -> None:

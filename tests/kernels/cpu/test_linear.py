@@ -107,6 +107,8 @@ def test_a_vocabulary_of_rows(kernels: CpuKernels, randn: Randn) -> None:
 def test_a_row_does_not_depend_on_its_batch(isa: str, kind: str, fast: bool, randn: Randn) -> None:
     packed, _ = make(kind, 150, 512)
     bias, x = randn(150), randn(513, 512)
+    x[::3, 77] *= 60.0  # fast mode gives such a group a second digit: in this row, not in those beside it
+    x[1::7, 300] *= 60.0
     one, two = (CpuKernels(isa=isa, num_threads=n) for n in (1, 2))
     alone = torch.cat([one.linear(x[i : i + 1], packed, bias, fast=fast) for i in range(40)])
     for m in ROW_COUNTS:
@@ -203,6 +205,24 @@ def test_exact_mode_rounds_to_sixteen_bits(kernels: CpuKernels) -> None:
     rounded = x.double()
     rounded[:, 7] = torch.tensor([0.0, 1.0, -1.0, -32639.0])
     assert torch.allclose(kernels.linear(x, packed).double(), rounded @ reference.double().T, rtol=1e-6, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_fast_mode_keeps_what_stands_out(kernels: CpuKernels, kind: str, randn: Randn) -> None:
+    """In 8 bits, a column 100 times the others would leave its 31 neighbours two or three steps each."""
+    packed, reference = make(kind, 64, 768)
+    x = randn(16, 768)
+    x[:, 40] = 100.0
+    rest = x.double()
+    rest[:, 40] = 0.0  # the products of the large column are not what is looked at
+    got = kernels.linear(x, packed, fast=True).double() - 100.0 * reference[:, 40].double()
+    by_eight_bits = x.double().view(16, -1, 32)
+    step = by_eight_bits.abs().amax(-1, keepdim=True) / 127
+    plain = ((by_eight_bits / step).round() * step).view(16, 768)
+    plain[:, 40] = 0.0
+    want = rest @ reference.double().T
+    assert relative_error(got, want) < 1.2e-2  # as without the large column
+    assert relative_error(plain @ reference.double().T, want) > 3e-2  # what rounding alone would have given
 
 
 @pytest.mark.parametrize("fast", [False, True])

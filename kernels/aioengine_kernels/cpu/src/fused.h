@@ -1,24 +1,5 @@
 // Element-wise operations of a decoder layer. Included inside namespace AIO_NAMESPACE after attention.h.
 
-// In four vectors of running sums, whatever the number of rows.
-AIO_INLINE float sum_of_squares(const float* x, i64 n) {
-  vf s[4] = {vzero(), vzero(), vzero(), vzero()};
-  i64 i = 0;
-  for (; i + 4 * kW <= n; i += 4 * kW)
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; j++) {
-      const vf v = vload(x + i + j * kW);
-      s[j] = vfma(v, v, s[j]);
-    }
-  for (; i + kW <= n; i += kW) {
-    const vf v = vload(x + i);
-    s[0] = vfma(v, v, s[0]);
-  }
-  float total = vsum(vadd(vadd(s[0], s[1]), vadd(s[2], s[3])));
-  for (; i < n; i++) total += x[i] * x[i];
-  return total;
-}
-
 AIO_INLINE void rms_row(const float* x, const float* weight, float eps, i64 n, float* y) {
   const float inverse = 1.0f / __builtin_sqrtf(sum_of_squares(x, n) / (float)n + eps);
   i64 i = 0;

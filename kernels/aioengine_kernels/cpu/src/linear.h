@@ -1,7 +1,7 @@
 // y = x W^T + b on packed panels. Included inside namespace AIO_NAMESPACE after simd.h.
 //
-// Every element of y is one chain of fused multiply-adds in the order of k (exact) or of groups of 32 columns (fast, and exact
-// by integers: split.h), whatever the tile, the chunk of k or the thread. Hence a row's bits do not depend on the other rows.
+// Every element of y is one chain of fused multiply-adds in the order of k (float32) or of groups of 32 columns (by integers:
+// integer.h), whatever the tile, the chunk of k or the thread. Hence a row's bits do not depend on the other rows.
 
 // Rows of x are cut into tiles of nearly equal height, at most `height`.
 struct RowTiles {
@@ -210,6 +210,8 @@ static void exact_format(const LinearArgs& a) {
 #endif
 }
 
+// ---- by integers -------------------------------------------------------------------------------------------------
+
 #if AIO_ISA >= 2
 // Loads 32 floats; returns the largest of their magnitudes, infinity or NaN if one of them is. The bits of positive floats are
 // ordered as integers, with infinity and NaN above all others.
@@ -231,302 +233,52 @@ AIO_INLINE int32_t sum_of(__m256i v) {
   s = _mm_hadd_epi32(s, s), s = _mm_hadd_epi32(s, s);
   return _mm_cvtsi128_si32(s);
 }
+#endif
 
-// By integers: activations of 16 bits, the largest magnitude of 32 columns over kSplitTop as their unit.
-constexpr float kSplitTop = 32639.0f;  // 127 * 256 + 127: two signed digits of 8 bits, to either side
-constexpr float kNothing = 1e-30f;     // a group without a larger magnitude counts as zeros
+#include "integer.h"
 
 #if AIO_ISA == 512
 #include "split.h"
-#else
-#include "pairs.h"
-#endif
-#else
-template <int F>
-static void integer_format(const LinearArgs& a) {
-  exact_format<F>(a);
-}
-#endif
-
-static void linear_exact(const LinearArgs* a) {
-  switch (a->format) {
-    case kF32: return exact_format<kF32>(*a);
-    case kF16: return exact_format<kF16>(*a);
-    case kBF16: return exact_format<kBF16>(*a);
-    case kQ4_0: return integer_format<kQ4_0>(*a);
-    case kQ4_1: return integer_format<kQ4_1>(*a);
-    case kQ8_0: return integer_format<kQ8_0>(*a);
-    case kQ4_K: return integer_format<kQ4_K>(*a);
-    case kQ6_K: return integer_format<kQ6_K>(*a);
-  }
-}
-
-// ---- fast --------------------------------------------------------------------------------------------------------
-
-#if AIO_ISA == 512
-constexpr int kFastRows = 12, kTilesAtATime = 1;
 #elif AIO_ISA == 2
-constexpr int kFastRows = 6, kTilesAtATime = 1;
+#include "pairs.h"
+
+#include "bytes.h"
 #else
-constexpr int kFastRows = 4, kTilesAtATime = 3;
+#include "words.h"
 #endif
+
 constexpr int kPanelsAtATime = 8;
 
-// A tile of rows as int8, one scale a group of 32: q [groups][8][rows][4], scale and scaled_sum [groups][rows],
-// offset [groups][halves][rows] = -zero * sum of q.
-struct QuantizedTile {
-  const int8_t* q;
-  const float* scale;
-  const float* scaled_sum;
-  const int32_t* offset;
-};
-
-// The same for all tiles: tile t starts at first(t) * (elements a row).
-struct QuantizedRows {
-  int8_t* q;
-  float* scale;
-  float* scaled_sum;
-  int32_t* offset;
-  i64 k;
-  int halves;
-  QuantizedTile tile(i64 first) const {
-    const i64 groups = k / kGroup;
-    return {q + first * k, scale + first * groups, scaled_sum + first * groups, offset + first * groups * halves};
-  }
-};
-
-// 32 floats -> 8 dwords of int8 at out, `stride` bytes apart; returns the scale (NaN if one of them is not finite, so that the
-// sum is not finite either), and the sums of both halves.
-AIO_INLINE float quantize_group(const float* x, int8_t* out, i64 stride, int32_t sums[2]) {
-#if AIO_ISA >= 2
-  __m256 v[4];
-  const float top = largest_magnitude(x, v);
-  const __m256 inverse = _mm256_set1_ps(top > 1e-30f ? 127.0f / top : 0.0f);
-  __m256i w[4];
-  for (int j = 0; j < 4; j++) w[j] = _mm256_cvtps_epi32(_mm256_mul_ps(v[j], inverse));
-  for (int half = 0; half < 2; half++) sums[half] = sum_of(_mm256_add_epi32(w[2 * half], w[2 * half + 1]));
-  __m256i r = _mm256_packs_epi16(_mm256_packs_epi32(w[0], w[1]), _mm256_packs_epi32(w[2], w[3]));
-  r = _mm256_permutevar8x32_epi32(r, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-  alignas(32) int32_t dwords[8];
-  _mm256_store_si256((__m256i*)dwords, r);
-#pragma GCC unroll 8
-  for (int j = 0; j < 8; j++) *(int32_t*)(out + j * stride) = dwords[j];
-#else
-  float top = 0.0f;
-  sums[0] = sums[1] = 0;
-  for (int i = 0; i < kGroup; i++) {
-    const float magnitude = __builtin_fabsf(x[i]);
-    top = magnitude <= top ? top : magnitude;
-    if (!(magnitude <= 3.4e38f)) return __builtin_nanf("");
-  }
-  const float inverse = top > 1e-30f ? 127.0f / top : 0.0f;
-  for (int i = 0; i < kGroup; i++) {
-    const int32_t q = (int32_t)((x[i] * inverse + 12582912.0f) - 12582912.0f);  // to nearest even
-    out[i / 4 * stride + i % 4] = (int8_t)q;
-    sums[i / 16] += q;
-  }
-#endif
-  if (!(top <= 3.4e38f)) return __builtin_nanf("");
-  return top > 1e-30f ? top / 127.0f : 0.0f;
-}
-
-template <int F>
-static void quantize_rows(const LinearArgs& a, const RowTiles& tiles, const QuantizedRows& out) {
-  constexpr int halves = Traits<F>::halves;
-  const i64 groups = a.k / kGroup;
-  parallel(a.m * a.k > 32768 ? a.num_threads : 1, a.m, 4, [&](i64 begin, i64 end) {
-    i64 t = 0;
-    for (i64 i = begin; i < end; i++) {
-      while (tiles.first(t) + tiles.rows(t) <= i) t++;
-      const i64 rows = tiles.rows(t), m = i - tiles.first(t);
-      const QuantizedTile tile = out.tile(tiles.first(t));
-      for (i64 b = 0; b < groups; b++) {
-        int32_t sums[2];
-        const float scale = quantize_group(a.x + i * a.ldx + b * kGroup, (int8_t*)tile.q + (b * 8 * rows + m) * 4, rows * 4, sums);
-        const int32_t all = sums[0] + sums[1];
-        ((float*)tile.scale)[b * rows + m] = scale;
-        ((float*)tile.scaled_sum)[b * rows + m] = scale * (float)all;
-        for (int h = 0; h < halves; h++)
-          ((int32_t*)tile.offset)[(b * halves + h) * rows + m] = -Traits<F>::zero * (halves == 2 ? sums[h] : all);
-      }
-    }
-  });
-}
-
-#if AIO_ISA == 512
-
-AIO_INLINE __m512i broadcast4(const int8_t* p) { return _mm512_set1_epi32(*(const int32_t*)p); }
-
-// f[MR] = 16 columns of y for MR rows. vpdpbusd multiplies unsigned weights with signed activations and adds four products
-// into each 32-bit lane without saturation; a lane collects the 32 products of a group, at most 32 * 255 * 127 < 2^20 * 1.1.
-template <int F, int MR>
-AIO_INLINE void fast_tile(const uint8_t* q, const uint8_t* scales, i64 groups, i64 ahead, const QuantizedTile& x, vf (*f)[kV]) {
-  constexpr int halves = Traits<F>::halves;
-  const __m512i low = _mm512_set1_epi8(15);
-  const int8_t* xq = x.q;
-#pragma GCC unroll 16
-  for (int m = 0; m < MR; m++) f[m][0] = vzero();
-  for (i64 b = 0; b < groups; b++, q += Traits<F>::quant_bytes, scales += Traits<F>::scale_bytes, xq += 32 * MR) {
-    if (ahead) prefetch_group<F>(q, scales, ahead);
-#pragma GCC unroll 2
-    for (int h = 0; h < halves; h++) {
-      __m512i c[MR];
-#pragma GCC unroll 16
-      for (int m = 0; m < MR; m++)
-        c[m] = Traits<F>::zero ? _mm512_set1_epi32(x.offset[(b * halves + h) * MR + m]) : _mm512_setzero_si512();
-#pragma GCC unroll 8
-      for (int j = h * 4; j < (Traits<F>::nibbles ? 4 : h * 4 + 8 / halves); j++) {
-        const __m512i w = _mm512_loadu_si512(q + j * 64);
-        if (Traits<F>::nibbles) {
-          const __m512i lo = _mm512_and_si512(w, low), hi = _mm512_and_si512(_mm512_srli_epi16(w, 4), low);
-#pragma GCC unroll 16
-          for (int m = 0; m < MR; m++) c[m] = _mm512_dpbusd_epi32(c[m], lo, broadcast4(xq + (j * MR + m) * 4));
-#pragma GCC unroll 16
-          for (int m = 0; m < MR; m++) c[m] = _mm512_dpbusd_epi32(c[m], hi, broadcast4(xq + ((j + 4) * MR + m) * 4));
-        } else {
-#pragma GCC unroll 16
-          for (int m = 0; m < MR; m++) c[m] = _mm512_dpbusd_epi32(c[m], w, broadcast4(xq + (j * MR + m) * 4));
-        }
-      }
-      const vf scale = load_scale<F>(scales, h, 0);
-      const vf minimum = Traits<F>::minimum ? load_scale<F>(scales, 1, 0) : vzero();
-#pragma GCC unroll 16
-      for (int m = 0; m < MR; m++) {
-        f[m][0] = vfma(_mm512_cvtepi32_ps(c[m]), vmul(scale, vset(x.scale[b * MR + m])), f[m][0]);
-        if (Traits<F>::minimum) f[m][0] = vfma(minimum, vset(x.scaled_sum[b * MR + m]), f[m][0]);
-      }
-    }
-  }
-}
-
-#elif AIO_ISA == 2
-
-AIO_INLINE __m256i broadcast4(const int8_t* p) { return _mm256_set1_epi32(*(const int32_t*)p); }
-
-// sum += the products of two pairs in every 16-bit lane; in one piece for the reason given at add_pairs.
-AIO_INLINE void add_bytes(__m256i& sum, __m256i w, __m256i x) {
-  __m256i products;
-  asm("vpmaddubsw %2, %3, %1\n\tvpaddw %1, %0, %0" : "+x"(sum), "=&x"(products) : "x"(x), "x"(w));
-}
-
-// As above for 4-bit weights. vpmaddubsw adds two products with 16-bit saturation; a lane collects 16 products of a group,
-// 16 * 15 * 127 = 30480 < 2^15, so one widening a group is enough.
-template <int F, int MR>
-AIO_INLINE void fast_tile(const uint8_t* q, const uint8_t* scales, i64 groups, i64 ahead, const QuantizedTile& x, vf (*f)[kV]) {
-  const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
-  const int8_t* xq = x.q;
-#pragma GCC unroll 8
-  for (int m = 0; m < MR; m++) f[m][0] = f[m][1] = vzero();
-  for (i64 b = 0; b < groups; b++, q += Traits<F>::quant_bytes, scales += Traits<F>::scale_bytes, xq += 32 * MR) {
-    if (ahead) prefetch_group<F>(q, scales, ahead);
-    __m256i c[MR][2];
-#pragma GCC unroll 8
-    for (int m = 0; m < MR; m++) c[m][0] = c[m][1] = _mm256_setzero_si256();
-#pragma GCC unroll 8
-    for (int j = 0; j < 8; j++) {
-      __m256i w[2];
-#pragma GCC unroll 2
-      for (int v = 0; v < 2; v++) {
-        const __m256i both = _mm256_loadu_si256((const __m256i*)(q + j % 4 * 64 + v * 32));
-        w[v] = _mm256_and_si256(j < 4 ? both : _mm256_srli_epi16(both, 4), low);
-      }
-#pragma GCC unroll 8
-      for (int m = 0; m < MR; m++) {
-        const __m256i four = broadcast4(xq + (j * MR + m) * 4);
-        add_bytes(c[m][0], w[0], four);
-        add_bytes(c[m][1], w[1], four);
-      }
-    }
-#pragma GCC unroll 2
-    for (int v = 0; v < 2; v++) {
-      const vf scale = load_scale<F>(scales, 0, v), minimum = Traits<F>::minimum ? load_scale<F>(scales, 1, v) : vzero();
-#pragma GCC unroll 8
-      for (int m = 0; m < MR; m++) {
-        __m256i total = _mm256_madd_epi16(c[m][v], ones);
-        if (Traits<F>::zero) total = _mm256_add_epi32(total, _mm256_set1_epi32(x.offset[b * MR + m]));
-        f[m][v] = vfma(_mm256_cvtepi32_ps(total), vmul(scale, vset(x.scale[b * MR + m])), f[m][v]);
-        if (Traits<F>::minimum) f[m][v] = vfma(minimum, vset(x.scaled_sum[b * MR + m]), f[m][v]);
-      }
-    }
-  }
-}
-
-#else
-
-template <int F, int MR>
-static void fast_tile(const uint8_t* q, const uint8_t* scales, i64 groups, i64 ahead, const QuantizedTile& x, vf (*f)[kV]) {
-  constexpr int halves = Traits<F>::halves, columns = kGroup / halves;
-  for (int m = 0; m < MR; m++) f[m][0] = f[m][1] = vzero();
-  for (i64 b = 0; b < groups; b++, q += Traits<F>::quant_bytes, scales += Traits<F>::scale_bytes) {
-    if (ahead) prefetch_group<F>(q, scales, ahead);
-    for (int h = 0; h < halves; h++) {
-      int32_t c[MR][16] = {};
-      for (int k = h * columns; k < (h + 1) * columns; k++) {
-        for (int r = 0; r < 16; r++) {
-          const uint8_t byte = q[(Traits<F>::nibbles ? k % 16 : k) / 4 * 64 + r * 4 + k % 4];
-          const int32_t w = (Traits<F>::nibbles ? (k < 16 ? byte & 15 : byte >> 4) : byte) - Traits<F>::zero;
-          for (int m = 0; m < MR; m++) c[m][r] += w * x.q[((b * 8 + k / 4) * MR + m) * 4 + k % 4];
-        }
-      }
-      for (int v = 0; v < kV; v++) {
-        const vf scale = load_scale<F>(scales, h, v);
-        for (int m = 0; m < MR; m++) {
-          vf total;
-          for (int r = 0; r < kW; r++) total[r] = (float)c[m][v * kW + r];
-          f[m][v] = vfma(total, vmul(scale, vset(x.scale[b * MR + m])), f[m][v]);
-          if (Traits<F>::minimum) f[m][v] = vfma(load_scale<F>(scales, 1, v), vset(x.scaled_sum[b * MR + m]), f[m][v]);
-        }
-      }
-    }
-  }
-}
-
-#endif
-
-template <int F, int MR>
-static void fast_panel(const LinearArgs& a, const uint8_t* panel, i64 ahead, i64 n0, i64 m0, const QuantizedTile& x) {
+// `rows` rows of x against one panel.
+template <int F, bool fast>
+static void integer_panel(const LinearArgs& a, const uint8_t* panel, i64 ahead, i64 n0, i64 m0, i64 rows, const IntegerTile& x) {
   const i64 groups = a.k / kGroup, columns = imin(16, a.n - n0);
-  vf f[MR][kV];
-  fast_tile<F, MR>(panel, panel + groups * Traits<F>::quant_bytes, groups, ahead, x, f);
-  float* y = a.y + m0 * a.ldy + n0;
-  if (columns == 16) {
-#pragma GCC unroll 16
-    for (int m = 0; m < MR; m++)
-#pragma GCC unroll 2
-      for (int v = 0; v < kV; v++) vstore(y + m * a.ldy + v * kW, a.bias ? vadd(f[m][v], vload(a.bias + n0 + v * kW)) : f[m][v]);
-    return;
-  }
-  for (int m = 0; m < MR; m++) {
-    alignas(64) float row[16];
-    for (int v = 0; v < kV; v++) vstore(row + v * kW, f[m][v]);
-    for (i64 n = 0; n < columns; n++) y[m * a.ldy + n] = a.bias ? row[n] + a.bias[n0 + n] : row[n];
-  }
-}
-
-template <int F>
-static void fast_rows(const LinearArgs& a, const uint8_t* panel, i64 ahead, i64 n0, i64 m0, i64 rows, const QuantizedTile& x) {
+  alignas(64) float buffer[kIntegerRows * 16];
+  float *out = a.y + m0 * a.ldy + n0, *y = columns == 16 ? out : buffer;
+  const i64 ldy = columns == 16 ? a.ldy : 16;
 #define AIO_CASE(MR) \
   case MR:           \
-    if (MR <= kFastRows) fast_panel<F, (MR <= kFastRows ? MR : 1)>(a, panel, ahead, n0, m0, x); \
+    if (MR <= kIntegerRows) \
+      integer_tile<F, (MR <= kIntegerRows ? MR : 1), fast>(panel, panel + groups * Traits<F>::quant_bytes, groups, ahead, x, y, ldy); \
     break;
   switch (rows) {
     AIO_CASE(1) AIO_CASE(2) AIO_CASE(3) AIO_CASE(4) AIO_CASE(5) AIO_CASE(6)
     AIO_CASE(7) AIO_CASE(8) AIO_CASE(9) AIO_CASE(10) AIO_CASE(11) AIO_CASE(12)
   }
 #undef AIO_CASE
+  for (i64 m = 0; m < rows; m++) {
+    if (columns < 16)
+      for (i64 n = 0; n < columns; n++) out[m * a.ldy + n] = buffer[m * 16 + n];
+    if (a.bias)
+      for (i64 n = 0; n < columns; n++) out[m * a.ldy + n] += a.bias[n0 + n];
+  }
 }
 
-template <int F>
-static void fast_format(const LinearArgs& a) {
-  const RowTiles tiles(a.m, kFastRows);
-  const i64 groups = a.k / kGroup, per_row = a.k + groups * (8 + 4 * Traits<F>::halves);
-  QuantizedRows x;
-  x.k = a.k, x.halves = Traits<F>::halves;
-  x.q = (int8_t*)scratch(0, a.m * per_row);
-  x.scale = (float*)(x.q + a.m * a.k);
-  x.scaled_sum = x.scale + a.m * groups;
-  x.offset = (int32_t*)(x.scaled_sum + a.m * groups);
-  quantize_rows<F>(a, tiles, x);
+template <int F, bool fast>
+static void integer_format(const LinearArgs& a) {
+  const RowTiles tiles(a.m, kIntegerRows);
+  const IntegerRows x(a, tiles, Traits<F>::halves);
+  fill_rows(a, tiles, x, [&](const float* row, i64 rows, i64 m, const IntegerTile& tile) { write_row<F, fast>(row, x.groups, rows, m, tile); });
   const i64 panel_bytes = panel_layout(F, a.k).bytes, panels = ceil_div(a.n, 16);
   parallel(a.num_threads, panels, imax(1, panels / (8 * a.num_threads)), [&](i64 begin, i64 end) {
     // A few tiles of x stay in L1 while a few panels, which stay in L2, pass by.
@@ -534,18 +286,43 @@ static void fast_format(const LinearArgs& a) {
       for (i64 t0 = 0; t0 < tiles.count; t0 += kTilesAtATime)
         for (i64 p = p0; p < imin(p0 + kPanelsAtATime, end); p++)
           for (i64 t = t0; t < imin(t0 + kTilesAtATime, tiles.count); t++)
-            fast_rows<F>(a, a.weights + p * panel_bytes, t ? 0 : panel_bytes, p * 16, tiles.first(t), tiles.rows(t), x.tile(tiles.first(t)));
+            integer_panel<F, fast>(a, a.weights + p * panel_bytes, t ? 0 : panel_bytes, p * 16, tiles.first(t), tiles.rows(t), x.tile(tiles, t));
   });
+}
+
+// Quantized weights, exact: float32 multiply-adds on any CPU, integers where they are faster.
+template <int F>
+static void exact_quantized(const LinearArgs& a) {
+#if AIO_ISA == 512
+  integer_format<F, false>(a);
+#elif AIO_ISA == 2
+  pairs_format<F>(a);
+#else
+  exact_format<F>(a);
+#endif
+}
+
+static void linear_exact(const LinearArgs* a) {
+  switch (a->format) {
+    case kF32: return exact_format<kF32>(*a);
+    case kF16: return exact_format<kF16>(*a);
+    case kBF16: return exact_format<kBF16>(*a);
+    case kQ4_0: return exact_quantized<kQ4_0>(*a);
+    case kQ4_1: return exact_quantized<kQ4_1>(*a);
+    case kQ8_0: return exact_quantized<kQ8_0>(*a);
+    case kQ4_K: return exact_quantized<kQ4_K>(*a);
+    case kQ6_K: return exact_quantized<kQ6_K>(*a);
+  }
 }
 
 static void linear_fast(const LinearArgs* a) {
   switch (a->format) {
-    case kQ4_0: return fast_format<kQ4_0>(*a);
-    case kQ4_1: return fast_format<kQ4_1>(*a);
-    case kQ4_K: return fast_format<kQ4_K>(*a);
+    case kQ4_0: return integer_format<kQ4_0, true>(*a);
+    case kQ4_1: return integer_format<kQ4_1, true>(*a);
+    case kQ4_K: return integer_format<kQ4_K, true>(*a);
 #if AIO_ISA != 2  // 8 bits by 8 take AVX2 as many instructions as 8 by 16
-    case kQ8_0: return fast_format<kQ8_0>(*a);
-    case kQ6_K: return fast_format<kQ6_K>(*a);
+    case kQ8_0: return integer_format<kQ8_0, true>(*a);
+    case kQ6_K: return integer_format<kQ6_K, true>(*a);
 #endif
     default: return linear_exact(a);  // dense weights have no integer form
   }

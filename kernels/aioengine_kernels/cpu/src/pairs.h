@@ -1,30 +1,13 @@
 // Exact products of quantized weights by integer dot products (AVX2). Included inside linear.h.
 //
-// The arithmetic of split.h: activations of 16 bits with one scale for 32 columns, exact sums inside a group, one float32 chain over
-// groups. vpmaddwd multiplies 16 pairs of 16-bit numbers, twice as many as a float32 multiply-add; the weights of a panel are widened
+// vpmaddwd multiplies 16 pairs of 16-bit numbers, twice as many as a float32 multiply-add; the weights of a panel are widened
 // to 16 bits once for all rows, in half the room of float32.
 
 constexpr i64 kPairRows = 6;       // 6 x 2 sums, 2 vectors of weights, an activation, a product: all 16 registers
 constexpr i64 kGroupsAtATime = 16;  // 16 KiB of widened weights: half of L1
 
 // A pair is two columns whose bytes are two apart, since one mask takes them out of a word together: columns 0 and 2, 1 and 3, 4 and 6..
-// The rows of one tile: q [groups][16 pairs][rows][2], scale and scaled_sum [groups][rows].
-struct PairTile {
-  const int32_t* q;
-  const float* scale;
-  const float* scaled_sum;
-};
-
-struct PairRows {
-  int32_t* q;
-  float* scale;
-  float* scaled_sum;
-  i64 k;
-  PairTile tile(i64 first) const {
-    const i64 groups = k / kGroup;
-    return {q + first * k / 2, scale + first * groups, scaled_sum + first * groups};
-  }
-};
+// q of a tile: [groups][16 pairs][rows][2].
 
 // 32 floats -> 16 pairs, `stride` apart; returns the scale (NaN if one of them is not finite) and at `sum` the sum of the numbers.
 AIO_INLINE float pair_group(const float* x, int32_t* out, i64 stride, int32_t* sum) {
@@ -46,21 +29,13 @@ AIO_INLINE float pair_group(const float* x, int32_t* out, i64 stride, int32_t* s
   return finite ? (some ? top * (1.0f / kSplitTop) : 0.0f) : __builtin_nanf("");
 }
 
-static void pair_rows(const LinearArgs& a, const RowTiles& tiles, const PairRows& out) {
-  parallel(a.m * a.k > 16384 ? a.num_threads : 1, a.m, imax(1, 4096 / a.k), [&](i64 begin, i64 end) {
-    i64 t = 0;
-    for (i64 i = begin; i < end; i++) {
-      while (tiles.first(t) + tiles.rows(t) <= i) t++;
-      const i64 rows = tiles.rows(t), m = i - tiles.first(t);
-      const PairTile tile = out.tile(tiles.first(t));
-      for (i64 b = 0; b < a.k / kGroup; b++) {
-        int32_t sum;
-        const float scale = pair_group(a.x + i * a.ldx + b * kGroup, (int32_t*)tile.q + b * 16 * rows + m, rows, &sum);
-        ((float*)tile.scale)[b * rows + m] = scale;
-        ((float*)tile.scaled_sum)[b * rows + m] = scale * (float)sum;
-      }
-    }
-  });
+AIO_INLINE void pair_row(const float* x, i64 groups, i64 rows, i64 m, const IntegerTile& tile) {
+  for (i64 b = 0; b < groups; b++) {
+    int32_t sum;
+    const float unit = pair_group(x + b * kGroup, (int32_t*)tile.q + b * 16 * rows + m, rows, &sum);
+    tile.unit[b * rows + m] = unit;
+    tile.scaled_sum[b * rows + m] = unit * (float)sum;
+  }
 }
 
 // The weights of one group as 16-bit numbers, [16 pairs][16 rows][2].
@@ -96,9 +71,9 @@ AIO_INLINE void add_pairs(__m256i& sum, __m256i w, __m256i pair) {
 
 // y[MR][16] (+)= `groups` groups of one panel. A lane collects the 32 products of a group, at most 32 * 128 * 32639 < 2^27.
 template <int F, int MR>
-static void pair_tile(const int16_t* w, const uint8_t* scales, i64 groups, const PairTile& x, float* y, i64 ldy, bool first) {
+static void pair_tile(const int16_t* w, const uint8_t* scales, i64 groups, const IntegerTile& x, float* y, i64 ldy, bool first) {
   constexpr int halves = Traits<F>::halves;
-  const int32_t* xq = x.q;
+  const int32_t* xq = (const int32_t*)x.q;
   vf f[MR][2];
 #pragma GCC unroll 8
   for (int m = 0; m < MR; m++)
@@ -125,7 +100,7 @@ static void pair_tile(const int16_t* w, const uint8_t* scales, i64 groups, const
         const vf scale = load_scale<F>(scales, h, v), minimum = Traits<F>::minimum ? load_scale<F>(scales, 1, v) : vzero();
 #pragma GCC unroll 8
         for (int m = 0; m < MR; m++) {
-          f[m][v] = vfma(_mm256_cvtepi32_ps(c[m][v]), vmul(scale, vset(x.scale[b * MR + m])), f[m][v]);
+          f[m][v] = vfma(_mm256_cvtepi32_ps(c[m][v]), vmul(scale, vset(x.unit[b * MR + m])), f[m][v]);
           if (Traits<F>::minimum) f[m][v] = vfma(minimum, vset(x.scaled_sum[b * MR + m]), f[m][v]);
         }
       }
@@ -139,7 +114,7 @@ static void pair_tile(const int16_t* w, const uint8_t* scales, i64 groups, const
 
 // One panel, all rows. `y` is its first column of the output, or a buffer.
 template <int F>
-static void pair_panel(const LinearArgs& a, const RowTiles& tiles, const PairRows& x, const uint8_t* panel, i64 ahead, float* y, i64 ldy) {
+static void pair_panel(const LinearArgs& a, const RowTiles& tiles, const IntegerRows& x, const uint8_t* panel, i64 ahead, float* y, i64 ldy) {
   alignas(64) int16_t buffer[kGroupsAtATime * 16 * 32];
   const i64 groups = a.k / kGroup;
   const uint8_t* scales = panel + groups * Traits<F>::quant_bytes;
@@ -151,8 +126,8 @@ static void pair_panel(const LinearArgs& a, const RowTiles& tiles, const PairRow
     }
     for (i64 t = 0; t < tiles.count; t++) {
       const i64 rows = tiles.rows(t), first = tiles.first(t);
-      PairTile tile = x.tile(first);
-      tile.q += b0 * 16 * rows, tile.scale += b0 * rows, tile.scaled_sum += b0 * rows;
+      IntegerTile tile = x.tile(tiles, t);
+      tile.q += b0 * kGroup * 2 * rows, tile.unit += b0 * rows, tile.scaled_sum += b0 * rows;
       const uint8_t* s = scales + b0 * Traits<F>::scale_bytes;
       float* out = y + first * ldy;
       switch (rows) {
@@ -168,15 +143,10 @@ static void pair_panel(const LinearArgs& a, const RowTiles& tiles, const PairRow
 }
 
 template <int F>
-static void integer_format(const LinearArgs& a) {
+static void pairs_format(const LinearArgs& a) {
   const RowTiles tiles(a.m, kPairRows);
-  const i64 groups = a.k / kGroup;
-  PairRows x;
-  x.k = a.k;
-  x.q = (int32_t*)scratch(0, a.m * (a.k * 2 + groups * 8));
-  x.scale = (float*)(x.q + a.m * a.k / 2);
-  x.scaled_sum = x.scale + a.m * groups;
-  pair_rows(a, tiles, x);
+  const IntegerRows x(a, tiles, Traits<F>::halves);
+  fill_rows(a, tiles, x, [&](const float* row, i64 rows, i64 m, const IntegerTile& tile) { pair_row(row, x.groups, rows, m, tile); });
   const i64 panel_bytes = panel_layout(F, a.k).bytes, panels = ceil_div(a.n, 16);
   parallel(a.num_threads, panels, imax(1, panels / (8 * a.num_threads)), [&](i64 begin, i64 end) {
     for (i64 p = begin; p < end; p++) {

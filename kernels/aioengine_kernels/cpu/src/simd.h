@@ -196,6 +196,25 @@ AIO_INLINE i64 imin(i64 a, i64 b) { return a < b ? a : b; }
 AIO_INLINE i64 imax(i64 a, i64 b) { return a > b ? a : b; }
 AIO_INLINE i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }
 
+// In four vectors of running sums, whatever the number of rows.
+AIO_INLINE float sum_of_squares(const float* x, i64 n) {
+  vf s[4] = {vzero(), vzero(), vzero(), vzero()};
+  i64 i = 0;
+  for (; i + 4 * kW <= n; i += 4 * kW)
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+      const vf v = vload(x + i + j * kW);
+      s[j] = vfma(v, v, s[j]);
+    }
+  for (; i + kW <= n; i += kW) {
+    const vf v = vload(x + i);
+    s[0] = vfma(v, v, s[0]);
+  }
+  float total = vsum(vadd(vadd(s[0], s[1]), vadd(s[2], s[3])));
+  for (; i < n; i++) total += x[i] * x[i];
+  return total;
+}
+
 template <class Body>
 static void parallel(int num_threads, i64 num_tasks, i64 chunk, const Body& body) {
   parallel_for(num_threads, num_tasks, chunk, [](void* context, i64 begin, i64 end) { (*(const Body*)context)(begin, end); }, (void*)&body);

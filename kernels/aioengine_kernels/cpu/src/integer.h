@@ -1,0 +1,63 @@
+// Products of quantized weights by integer dot products: what the instruction sets share. Included inside linear.h.
+//
+// Activations become whole numbers of 16 bits, a unit for each group of 32, in two signed digits of 8 bits; weights have 4 or 8 bits.
+// Products and sums inside a group are exact, sums over groups are one float32 chain. `exact` gives every group its two digits: what
+// is lost is the rounding of the activations, about 2e-5 of a result. `fast` gives most groups only the higher digit (their numbers
+// are multiples of 256), and both to those that stand out of their row: few numbers, always much the same columns, carry most of what
+// rounding to 8 bits loses (Dettmers et al., LLM.int8(), 2022, keep such columns in 16 bits for the same reason).
+
+constexpr float kSplitTop = 32639.0f;       // 127 * 256 + 127: two signed digits
+constexpr float kDigitTop = 127.0f;         // one
+constexpr float kNothing = 1e-20f;          // a group without a larger magnitude counts as zeros
+constexpr float kStandsOut = 8.0f;          // a group does whose largest magnitude is this many times the row's root mean square
+
+// A tile of rows. q: as each instruction set likes it, two bytes a number; unit and scaled_sum [groups][rows];
+// offset [groups][halves][rows] = -zero * the sum of the numbers, what the unsigned storage of the weights added;
+// both [groups]: 1 where a row of the tile has a second digit.
+struct IntegerTile {
+  int8_t* q;
+  float* unit;
+  float* scaled_sum;
+  int32_t* offset;
+  uint8_t* both;
+};
+
+// The same for all tiles: tile t starts at first(t) * (elements a row).
+struct IntegerRows {
+  i64 k, groups;
+  int halves;
+  IntegerTile all;
+
+  IntegerRows(const LinearArgs& a, const RowTiles& tiles, int halves_) : k(a.k), groups(a.k / kGroup), halves(halves_) {
+    all.q = (int8_t*)scratch(0, a.m * (k * 2 + groups * (8 + 4 * halves)) + tiles.count * groups);
+    all.unit = (float*)(all.q + a.m * k * 2);
+    all.scaled_sum = all.unit + a.m * groups;
+    all.offset = (int32_t*)(all.scaled_sum + a.m * groups);
+    all.both = (uint8_t*)(all.offset + a.m * groups * halves);
+    __builtin_memset(all.both, 0, tiles.count * groups);
+  }
+
+  IntegerTile tile(const RowTiles& tiles, i64 t) const {
+    const i64 first = tiles.first(t);
+    return {all.q + first * k * 2, all.unit + first * groups, all.scaled_sum + first * groups, all.offset + first * groups * halves,
+            all.both + t * groups};
+  }
+};
+
+// Calls write(row of x, rows of the tile, row in it, tile) for all rows.
+template <class Write>
+static void fill_rows(const LinearArgs& a, const RowTiles& tiles, const IntegerRows& out, const Write& write) {
+  parallel(a.m * a.k > 16384 ? a.num_threads : 1, a.m, imax(1, 4096 / a.k), [&](i64 begin, i64 end) {
+    i64 t = 0;
+    for (i64 i = begin; i < end; i++) {
+      while (tiles.first(t) + tiles.rows(t) <= i) t++;
+      write(a.x + i * a.ldx, tiles.rows(t), i - tiles.first(t), out.tile(tiles, t));
+    }
+  });
+}
+
+// Rows of one tile are written by several threads.
+AIO_INLINE void mark_both(const IntegerTile& tile, i64 group) { __atomic_store_n(tile.both + group, (uint8_t)1, __ATOMIC_RELAXED); }
+
+// The magnitude above which a group of this row gets its second digit. NaN if the row has a number that is not finite.
+AIO_INLINE float standing_out(const float* x, i64 k) { return kStandsOut * __builtin_sqrtf(sum_of_squares(x, k) / (float)k); }

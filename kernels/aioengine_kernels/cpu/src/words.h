@@ -1,0 +1,69 @@
+// Integer products in fast mode on any CPU: plain loops over 16-bit numbers. Included inside linear.h.
+//
+// q of a tile: [groups][rows][32] of 16 bits.
+
+template <int F, bool fast>
+AIO_INLINE void write_row(const float* x, i64 groups, i64 rows, i64 m, const IntegerTile& tile) {
+  constexpr int halves = Traits<F>::halves;
+  const float limit = standing_out(x, groups * kGroup);
+  for (i64 b = 0; b < groups; b++) {
+    const float* from = x + b * kGroup;
+    float top = 0.0f;
+    bool finite = true;
+    for (int i = 0; i < kGroup; i++) {
+      const float magnitude = __builtin_fabsf(from[i]);
+      top = magnitude <= top ? top : magnitude;
+      finite = finite && magnitude <= 3.4e38f;
+    }
+    const bool some = finite && top > kNothing, single = top <= limit;
+    const float inverse = some ? (single ? kDigitTop : kSplitTop) / top : 0.0f;
+    int16_t* out = (int16_t*)tile.q + (b * rows + m) * kGroup;
+    int32_t sums[2] = {0, 0};
+    for (int i = 0; i < kGroup; i++) {
+      const int32_t rounded = some ? (int32_t)((from[i] * inverse + 12582912.0f) - 12582912.0f) : 0;  // to nearest even
+      out[i] = (int16_t)(single ? rounded * 256 : rounded);
+      sums[i / (kGroup / halves)] += out[i];
+    }
+    const float unit = finite ? (some ? top * (single ? 1.0f / (kDigitTop * 256.0f) : 1.0f / kSplitTop) : 0.0f) : __builtin_nanf("");
+    tile.unit[b * rows + m] = unit;
+    tile.scaled_sum[b * rows + m] = unit * (float)(sums[0] + sums[1]);
+    for (int h = 0; h < halves; h++) tile.offset[(b * halves + h) * rows + m] = -Traits<F>::zero * sums[h];
+  }
+}
+
+// y[MR][16] of one panel.
+template <int F, int MR, bool fast>
+static void integer_tile(const uint8_t* q, const uint8_t* scales, i64 groups, i64 ahead, const IntegerTile& x, float* y, i64 ldy) {
+  constexpr int halves = Traits<F>::halves, columns = kGroup / halves;
+  vf f[MR][kV];
+  for (int m = 0; m < MR; m++) f[m][0] = f[m][1] = vzero();
+  for (i64 b = 0; b < groups; b++, q += Traits<F>::quant_bytes, scales += Traits<F>::scale_bytes) {
+    if (ahead) prefetch_group<F>(q, scales, ahead);
+    const int16_t* numbers = (const int16_t*)x.q + b * MR * kGroup;
+    for (int h = 0; h < halves; h++) {
+      int32_t c[MR][16];
+      for (int m = 0; m < MR; m++)
+        for (int r = 0; r < 16; r++) c[m][r] = x.offset[(b * halves + h) * MR + m];
+      for (int k = h * columns; k < (h + 1) * columns; k++) {
+        for (int r = 0; r < 16; r++) {
+          const uint8_t byte = q[(Traits<F>::nibbles ? k % 16 : k) / 4 * 64 + r * 4 + k % 4];
+          const int32_t w = Traits<F>::nibbles ? (k < 16 ? byte & 15 : byte >> 4) : byte;
+          for (int m = 0; m < MR; m++) c[m][r] += w * numbers[m * kGroup + k];
+        }
+      }
+      for (int v = 0; v < kV; v++) {
+        const vf scale = load_scale<F>(scales, h, v), minimum = Traits<F>::minimum ? load_scale<F>(scales, 1, v) : vzero();
+        for (int m = 0; m < MR; m++) {
+          vf total;
+          for (int r = 0; r < kW; r++) total[r] = (float)c[m][v * kW + r];
+          f[m][v] = vfma(total, vmul(scale, vset(x.unit[b * MR + m])), f[m][v]);
+          if (Traits<F>::minimum) f[m][v] = vfma(minimum, vset(x.scaled_sum[b * MR + m]), f[m][v]);
+        }
+      }
+    }
+  }
+  for (int m = 0; m < MR; m++)
+    for (int v = 0; v < kV; v++) vstore(y + m * ldy + v * kW, f[m][v]);
+}
+
+constexpr int kIntegerRows = 4, kTilesAtATime = 3;
