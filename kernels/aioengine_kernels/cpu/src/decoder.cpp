@@ -1,57 +1,179 @@
 // All layers of a decoder in one call, from the same kernels as the single operations: the same bits, and Python once a step.
+//
+// How threads share a step: with few rows, the columns of every matrix (they read each weight once, and wait for each other after
+// every operation); with many, the rows. Then a thread takes its rows from one layer's attention to the next layer's keys and
+// values, which is where the others' results are needed, and rows stay in one core's cache: cores of a virtual machine may share
+// none, and what one writes and the other reads made a step half as long again.
 #include "common.h"
+
+#include <algorithm>
+#include <vector>
 
 namespace aio {
 namespace {
 
 i64 rows_of(const Matrix& w) { return w.n + (w.next ? rows_of(*w.next) : 0); }
 
-void multiply(const Kernels& kernels, const Step& s, const Matrix& all, const float* x, i64 ldx, float* y) {
-  const i64 ldy = rows_of(all);
-  for (const Matrix* w = &all; w; y += w->n, w = w->next) {
-    const LinearArgs args = {w->format, s.num_threads, s.m, w->n, w->k, w->weights, x, ldx, y, ldy, w->bias};
-    if (w->fast) kernels.linear_fast(&args);
-    else kernels.linear_exact(&args);
+// A run of the step's rows, which may begin and end inside a request.
+struct Rows {
+  i64 first, count;
+  int num_threads;
+  const int32_t* block_table;  // of its first request
+  std::vector<int32_t> seq_lens;         // of its requests, as far as these rows see
+  std::vector<int32_t> query_start_loc;  // within these rows
+};
+
+Rows take_rows(const Step& s, i64 first, i64 last, int num_threads) {
+  Rows rows = {first, last - first, num_threads, nullptr, {}, {0}};
+  for (i64 req = 0; req < s.num_reqs; req++) {
+    const i64 begin = s.query_start_loc[req], end = s.query_start_loc[req + 1];
+    if (end <= first || begin >= last) continue;
+    if (!rows.block_table) rows.block_table = s.block_table + req * s.block_table_stride;
+    const i64 until = std::min(end, last);
+    rows.seq_lens.push_back((int32_t)(s.seq_lens[req] - (end - until)));
+    rows.query_start_loc.push_back((int32_t)(until - first));
   }
+  return rows;
 }
 
-void attend(const Kernels& kernels, const Step& s, const Layer& layer, float* qkv, float* out) {
-  const i64 query = (i64)s.num_heads * s.head_dim, key = (i64)s.num_kv_heads * s.head_dim, stride = query + 2 * key;
-  const CacheLayout cache = {s.kv_type, s.block_size, s.num_kv_heads, s.head_dim, layer.cache};
-  const RopeCacheArgs rope = {cache,       s.num_heads, s.num_threads, s.m,     qkv,              stride,         qkv + query, stride,
-                              qkv + query + key, stride, s.cos_sin,     s.positions, s.slots, layer.query_norm, layer.key_norm, s.eps};
-  kernels.rope_cache(&rope);
-  const AttentionArgs args = {cache,         s.num_heads,          s.num_threads, qkv,               stride,     out,      query,
-                              s.block_table, s.block_table_stride, s.seq_lens,    s.query_start_loc, s.num_reqs, s.window, s.scale,
-                              s.soft_cap};
-  kernels.attention(&args);
+constexpr i64 kMostRows = 32;  // in a piece: what one operation leaves for the next stays in L2
+
+// From how many rows a thread on rows of its own are worth reading all weights once for each thread. Measured with two threads;
+// more of them share the same memory.
+i64 fewest_rows(int num_threads) { return num_threads <= 2 ? 4 : 2 * num_threads; }
+
+// What the step's rows cost up to each of them, in the time of reading one position's keys and values: a row's products, which go
+// about four times as fast a multiplication, and its context. costs[m] is all.
+std::vector<double> sum_costs(const Step& s, const Layer& layer) {
+  double products = 0.0;
+  for (const Matrix* w : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) products += (double)rows_of(*w) * (double)w->k;
+  const double row = products / (4.0 * 2.0 * s.num_heads * s.head_dim);
+  std::vector<double> costs(s.m + 1, 0.0);
+  for (i64 req = 0; req < s.num_reqs; req++) {
+    const i64 begin = s.query_start_loc[req], end = s.query_start_loc[req + 1];
+    for (i64 i = begin; i < end; i++) {
+      const i64 context = s.seq_lens[req] - (end - 1 - i);
+      costs[i + 1] = costs[i] + row + (double)(s.window ? std::min(context, s.window) : context);
+    }
+  }
+  return costs;
+}
+
+// The row, `first` or a later one, before which the costs are nearest to `target`.
+i64 find_row(const std::vector<double>& costs, i64 first, double target) {
+  const i64 row = std::lower_bound(costs.begin() + first, costs.end() - 1, target) - costs.begin();
+  return row > first && target - costs[row - 1] < costs[row] - target ? row - 1 : row;
+}
+
+// One piece for all threads, or pieces of about the same cost, a multiple of the number of threads.
+std::vector<Rows> share_rows(const Step& s, const Layer& layer) {
+  if (s.num_threads > 1 && s.m >= fewest_rows(s.num_threads) * s.num_threads) {
+    const i64 pieces = (s.m + kMostRows * s.num_threads - 1) / (kMostRows * s.num_threads) * s.num_threads;
+    const std::vector<double> costs = sum_costs(s, layer);
+    const double share = costs[s.m] / (double)pieces;
+    std::vector<Rows> all;
+    double largest = 0.0;
+    for (i64 i = 1, first = 0, last; i <= pieces; i++, first = last) {
+      last = i == pieces ? s.m : find_row(costs, first, share * (double)i);
+      if (last > first) all.push_back(take_rows(s, first, last, 1));
+      largest = std::max(largest, costs[last] - costs[first]);
+    }
+    if (largest <= 1.25 * share) return all;  // else one row with a long context, which is better shared by its spans
+  }
+  return {take_rows(s, 0, s.m, s.num_threads)};
+}
+
+// What a layer needs beside the step's own arrays, [m] rows each: `wide` holds qkv or gate_up, `narrow` the heads or their product.
+struct Buffers {
+  float *wide, *narrow, *added;
+  i64 wide_columns, narrow_columns;
+};
+
+struct Decoder {
+  const Kernels& kernels;
+  const Step& s;
+  const Buffers& b;
+
+  void multiply(const Rows& rows, const Matrix& all, const float* x, i64 ldx, float* y) const {
+    const i64 ldy = rows_of(all);
+    for (const Matrix* w = &all; w; y += w->n, w = w->next) {
+      const LinearArgs args = {w->format, rows.num_threads, rows.count, w->n, w->k, w->weights, x, ldx, y, ldy, w->bias};
+      if (w->fast) kernels.linear_fast(&args);
+      else kernels.linear_exact(&args);
+    }
+  }
+
+  float* normed(const Rows& rows) const { return s.normed + rows.first * s.hidden; }
+  float* wide(const Rows& rows) const { return b.wide + rows.first * b.wide_columns; }
+  float* narrow(const Rows& rows) const { return b.narrow + rows.first * b.narrow_columns; }
+  float* added(const Rows& rows) const { return b.added + rows.first * s.hidden; }
+
+  void norm(const Rows& rows, const float* more, const float* weight) const {
+    float* residual = s.residual + rows.first * s.hidden;
+    if (more) kernels.rms_norm(more, s.hidden, residual, s.hidden, weight, s.eps, rows.count, s.hidden, normed(rows), s.hidden, rows.num_threads);
+    else kernels.rms_norm(residual, s.hidden, nullptr, 0, weight, s.eps, rows.count, s.hidden, normed(rows), s.hidden, rows.num_threads);
+  }
+
+  CacheLayout cache(const Layer& layer) const { return {s.kv_type, s.block_size, s.num_kv_heads, s.head_dim, layer.cache}; }
+
+  // From the normed residual to queries, and to keys and values in the cache.
+  void project(const Layer& layer, const Rows& rows) const {
+    const i64 query = (i64)s.num_heads * s.head_dim, key = (i64)s.num_kv_heads * s.head_dim, stride = query + 2 * key;
+    float* qkv = wide(rows);
+    multiply(rows, layer.qkv, normed(rows), s.hidden, qkv);
+    const RopeCacheArgs rope = {cache(layer), s.num_heads, rows.num_threads, rows.count, qkv, stride, qkv + query, stride,
+                                qkv + query + key, stride, s.cos_sin, s.positions + rows.first, s.slots + rows.first, layer.query_norm,
+                                layer.key_norm, s.eps};
+    kernels.rope_cache(&rope);
+  }
+
+  // From the queries, with all keys and values of this layer written, to the residual and its norm.
+  void finish(const Layer& layer, const float* next_norm, const Rows& rows) const {
+    const i64 query = (i64)s.num_heads * s.head_dim, stride = query + 2 * (i64)s.num_kv_heads * s.head_dim;
+    float *first = wide(rows), *second = narrow(rows), *sum = added(rows);
+    const AttentionArgs args = {cache(layer), s.num_heads, rows.num_threads, first, stride, second, query, rows.block_table,
+                                s.block_table_stride, rows.seq_lens.data(), rows.query_start_loc.data(), (i64)rows.seq_lens.size(), s.window,
+                                s.scale, s.soft_cap};
+    kernels.attention(&args);
+    multiply(rows, layer.output, second, query, sum);
+    norm(rows, sum, layer.post_norm);
+    multiply(rows, layer.gate_up, normed(rows), s.hidden, first);
+    kernels.silu_mul(first, rows_of(layer.gate_up), rows.count, layer.down.k, second, layer.down.k, rows.num_threads);
+    multiply(rows, layer.down, second, layer.down.k, sum);
+    norm(rows, sum, next_norm);
+  }
+};
+
+template <class Body>
+void for_all(const std::vector<Rows>& pieces, int num_threads, const Body& body) {
+  const auto call = [](void* context, i64 begin, i64 end) {
+    for (i64 i = begin; i < end; i++) (*(const Body*)context)(i);
+  };
+  parallel_for(pieces.size() == 1 ? 1 : num_threads, (i64)pieces.size(), 1, call, (void*)&body);
 }
 
 void run(const Layer* layers, i64 num_layers, const Step& s) {
-  const Kernels& kernels = kernels_of(s.isa);
-  const i64 heads = (i64)s.num_heads * s.head_dim;
-  // Room for the widest layer: [m, qkv] and [m, heads], or [m, gate_up] and [m, intermediate], and [m, hidden].
-  i64 wide = 0, narrow = heads;
+  // Room for the widest layer.
+  Buffers b = {nullptr, nullptr, nullptr, 0, (i64)s.num_heads * s.head_dim};
   for (i64 i = 0; i < num_layers; i++) {
-    if (rows_of(layers[i].qkv) > wide) wide = rows_of(layers[i].qkv);
-    if (rows_of(layers[i].gate_up) > wide) wide = rows_of(layers[i].gate_up);
-    if (layers[i].down.k > narrow) narrow = layers[i].down.k;
+    b.wide_columns = std::max({b.wide_columns, rows_of(layers[i].qkv), rows_of(layers[i].gate_up)});
+    b.narrow_columns = std::max(b.narrow_columns, layers[i].down.k);
   }
-  float* first = (float*)scratch(3, s.m * (wide + narrow + s.hidden + 48) * sizeof(float));
-  float *second = first + s.m * wide, *added = second + s.m * narrow;
-  kernels.rms_norm(s.residual, s.hidden, nullptr, 0, layers[0].input_norm, s.eps, s.m, s.hidden, s.normed, s.hidden, s.num_threads);
-  for (i64 i = 0; i < num_layers; i++) {
-    const Layer& layer = layers[i];
-    const float* next_norm = i + 1 < num_layers ? layers[i + 1].input_norm : s.final_norm;
-    multiply(kernels, s, layer.qkv, s.normed, s.hidden, first);
-    attend(kernels, s, layer, first, second);
-    multiply(kernels, s, layer.output, second, heads, added);
-    kernels.rms_norm(added, s.hidden, s.residual, s.hidden, layer.post_norm, s.eps, s.m, s.hidden, s.normed, s.hidden, s.num_threads);
-    multiply(kernels, s, layer.gate_up, s.normed, s.hidden, first);
-    kernels.silu_mul(first, rows_of(layer.gate_up), s.m, layer.down.k, second, layer.down.k, s.num_threads);
-    multiply(kernels, s, layer.down, second, layer.down.k, added);
-    kernels.rms_norm(added, s.hidden, s.residual, s.hidden, next_norm, s.eps, s.m, s.hidden, s.normed, s.hidden, s.num_threads);
-  }
+  b.wide = (float*)scratch(3, s.m * (b.wide_columns + b.narrow_columns + s.hidden + 48) * sizeof(float));
+  b.narrow = b.wide + s.m * b.wide_columns, b.added = b.narrow + s.m * b.narrow_columns;
+
+  const Decoder decoder = {kernels_of(s.isa), s, b};
+  const std::vector<Rows> pieces = share_rows(s, layers[0]);
+  for_all(pieces, s.num_threads, [&](i64 piece) {
+    decoder.norm(pieces[piece], nullptr, layers[0].input_norm);
+    decoder.project(layers[0], pieces[piece]);
+  });
+  for (i64 i = 0; i < num_layers; i++)
+    for_all(pieces, s.num_threads, [&](i64 piece) {
+      const bool last = i + 1 == num_layers;
+      decoder.finish(layers[i], last ? s.final_norm : layers[i + 1].input_norm, pieces[piece]);
+      if (!last) decoder.project(layers[i + 1], pieces[piece]);
+    });
 }
 
 }  // namespace

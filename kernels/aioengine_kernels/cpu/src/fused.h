@@ -10,7 +10,7 @@ AIO_INLINE void rms_row(const float* x, const float* weight, float eps, i64 n, f
 // With a residual: residual += x, y = norm(residual); else y = norm(x).
 static void rms_norm(const float* x, i64 ldx, float* residual, i64 ldr, const float* weight, float eps, i64 m, i64 n, float* y, i64 ldy,
                      int num_threads) {
-  parallel(m * n > 32768 ? num_threads : 1, m, 4, [&](i64 begin, i64 end) {
+  parallel(m * n > 8192 ? num_threads : 1, m, 4, [&](i64 begin, i64 end) {
     for (i64 r = begin; r < end; r++) {
       const float* from = x + r * ldx;
       if (residual) {
