@@ -28,7 +28,7 @@ _DESCRIPTION = "An asyncio LLM engine: continuous batching over a paged KV cache
 _EPILOG = """\
 examples:
   aioengine demo                                      eight prompts at once, streaming live
-  aioengine generate "What is the capital of France?"
+  aioengine generate "Why is the sky blue?"
   aioengine chat --system "Answer in one sentence."
 
 `aioengine COMMAND --help` describes a command and its options.
@@ -104,7 +104,7 @@ def _add_generate(commands: argparse._SubParsersAction[_Parser]) -> None:
         usage="aioengine generate [options] PROMPT",
         epilog="""\
 examples:
-  aioengine generate "What is the capital of France?"
+  aioengine generate "Why is the sky blue?"
   aioengine generate --raw --temperature 0.8 --seed 1 "Once upon a time"
   aioengine generate --n 3 --temperature 0.8 --presence-penalty 0.5 "Name a fruit."
   git diff | aioengine generate --system "Describe this change." --max-tokens 64 -

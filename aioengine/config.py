@@ -129,9 +129,10 @@ class EngineConfig:
     dtype: of weights and activations. auto: float32 on CPU, the checkpoint's own on CUDA.
     device: auto takes CUDA if there is one.
     weights: how the CPU multiplies. exact: on weights as packed in the checkpoint: float32 ones in float32, quantized ones
-        with activations of 16 bits (some 1e-5 from float32). fast: with the activations of the layers rounded to 8 bits.
-        dense: dequantized, with PyTorch's own kernels: the reference. auto, if `dtype` was left to the engine: fast for a
-        quantized model, exact for others, dense where neither is possible. CUDA is always dense.
+        with activations of 16 bits (some 1e-5 from float32). fast: with those of the layers rounded to 8 bits, but for the
+        groups that stand out of their row. dense: dequantized, with PyTorch's own kernels: the reference. auto, if `dtype`
+        was left to the engine: fast for a quantized model, exact for others, dense where neither is possible. CUDA is
+        always dense.
     kv_cache_dtype: of the stored keys and values. auto: the dtype, but float16 with fast weights.
     max_model_len: prompt and output together, in tokens. auto: the model's own limit.
     max_num_seqs: requests that run at once. max_num_batched_tokens: tokens of one step.

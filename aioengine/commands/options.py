@@ -25,8 +25,9 @@ _ENGINE_HELP = {
     "model": _MODEL_HELP,
     "tokenizer": "folder or repository to take the tokenizer from (default: the model's own)",
     "dtype": "of weights and activations (default: auto, float32 on CPU, the checkpoint's own on CUDA)",
-    "weights": "how the CPU multiplies: exact on the packed weights (some 1e-5 from float32); fast, with 8-bit activations; dense, the "
-    "float32 reference (default: auto, fast for a quantized model and exact for others, unless --dtype is given or the machine cannot)",
+    "weights": "how the CPU multiplies: exact on the packed weights (some 1e-5 from float32); fast, with activations of mostly 8 bits; "
+    "dense, the float32 reference (default: auto, fast for a quantized model, exact for others, unless --dtype is given or the "
+    "machine cannot)",
     "kv_cache_dtype": "of the stored keys and values (default: auto, the dtype; float16 where the weights are fast)",
     "device": "where the model runs (default: auto, CUDA if there is one)",
     "max_model_len": "longest prompt and output together, in tokens (default: the model's limit)",

@@ -1,7 +1,7 @@
 """The decoders of `models.decoder` on the native CPU kernels: packed weights, one call a step for all layers.
 
-Quantized checkpoints stay quantized. `fast` rounds activations to int8 in the products; otherwise the result is that of the
-dequantized float32 model up to the order of summation.
+Quantized checkpoints stay quantized. `fast` rounds most activations to 8 bits in the products; otherwise the result is that of
+the dequantized float32 model but for some 1e-5 (README.md of the kernels, Arithmetic).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from aioengine_kernels.cpu.bench import random_matrix
 from aioengine_kernels.cpu.packing import PackedMatrix, gather_rows, pack_dense
 
 FLOAT32, HALF = 1e-5, 2e-3
-EXACT, FAST = 5e-5, 1.5e-2  # quantized weights meet activations of 16 and of 8 bits
+EXACT, FAST = 5e-5, 1.5e-2  # quantized weights meet activations of 16 and of mostly 8 bits
 
 
 def native_variants(factory: CaseFactory, num_tokens: int) -> dict[str, dict[str, Variant]]:

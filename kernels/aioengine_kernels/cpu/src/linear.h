@@ -212,29 +212,6 @@ static void exact_format(const LinearArgs& a) {
 
 // ---- by integers -------------------------------------------------------------------------------------------------
 
-#if AIO_ISA >= 2
-// Loads 32 floats; returns the largest of their magnitudes, infinity or NaN if one of them is. The bits of positive floats are
-// ordered as integers, with infinity and NaN above all others.
-AIO_INLINE float largest_magnitude(const float* x, __m256* v) {
-  const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
-  __m256i most = _mm256_setzero_si256();
-  for (int j = 0; j < 4; j++) {
-    v[j] = _mm256_loadu_ps(x + j * 8);
-    most = _mm256_max_epi32(most, _mm256_and_si256(_mm256_castps_si256(v[j]), magnitude));
-  }
-  __m128i most4 = _mm_max_epi32(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
-  most4 = _mm_max_epi32(most4, _mm_shuffle_epi32(most4, 0x4e));
-  most4 = _mm_max_epi32(most4, _mm_shuffle_epi32(most4, 0xb1));
-  return _mm_cvtss_f32(_mm_castsi128_ps(most4));
-}
-
-AIO_INLINE int32_t sum_of(__m256i v) {
-  __m128i s = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
-  s = _mm_hadd_epi32(s, s), s = _mm_hadd_epi32(s, s);
-  return _mm_cvtsi128_si32(s);
-}
-#endif
-
 #include "integer.h"
 
 #if AIO_ISA == 512

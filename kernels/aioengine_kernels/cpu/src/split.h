@@ -75,7 +75,7 @@ AIO_INLINE Units split_groups(const float* x, int count, float limit, int8_t* hi
 
 // Row m of a tile of `rows`.
 template <int F, bool fast>
-AIO_INLINE void split_row(const float* x, i64 groups, i64 rows, i64 m, const IntegerTile& tile) {
+AIO_INLINE void write_row(const float* x, i64 groups, i64 rows, i64 m, const IntegerTile& tile) {
   constexpr int halves = Traits<F>::halves;
   const float limit = fast ? standing_out(x, groups * kGroup) : -1.0f;
   for (i64 b0 = 0; b0 < groups; b0 += 4) {
@@ -162,11 +162,6 @@ static void integer_tile(const uint8_t* q, const uint8_t* scales, i64 groups, i6
   }
 #pragma GCC unroll 16
   for (int m = 0; m < MR; m++) vstore(y + m * ldy, f[m]);
-}
-
-template <int F, bool fast>
-AIO_INLINE void write_row(const float* x, i64 groups, i64 rows, i64 m, const IntegerTile& tile) {
-  split_row<F, fast>(x, groups, rows, m, tile);
 }
 
 constexpr int kIntegerRows = 12, kTilesAtATime = 1;
