@@ -59,6 +59,7 @@ async def started_engine(config: EngineConfig, publish: PublishOptions) -> Async
     finally:
         with interrupts_leave_at_once():
             await engine.shutdown()
+        gc.unfreeze()  # another engine may follow, and this one's memory is wanted back
 
 
 def publishing(options: PublishOptions) -> dict[str, Any]:
