@@ -7,11 +7,10 @@ import torch.nn.functional as F
 
 from aioengine_bench.kernel_cases import BLOCK_SIZE, CONTEXT, CaseFactory, Inputs, KernelCase, Op, Variant
 from aioengine_kernels.cpu import CpuKernels, KvCacheFormat, load_kernels, status
-from aioengine_kernels.cpu.bench import random_matrix
+from aioengine_kernels.cpu.bench import TOLERANCE, random_matrix
 from aioengine_kernels.cpu.packing import PackedMatrix, gather_rows, pack_dense
 
-FLOAT32, HALF = 1e-5, 2e-3
-EXACT, FAST = 5e-5, 1.5e-2  # quantized weights meet activations of 16 and of mostly 8 bits
+FLOAT32, HALF = TOLERANCE["float32"], 2e-3
 
 
 def native_variants(factory: CaseFactory, num_tokens: int) -> dict[str, dict[str, Variant]]:
@@ -91,8 +90,8 @@ def native_cases(factory: CaseFactory, num_tokens: int) -> list[KernelCase]:
             lambda: {"x": x.clone(), "weight": dense},
             lambda i: (F.linear(i["x"], i["weight"]),),
             {
-                "native exact": Variant(lambda i: (kernels.linear(i["x"], packed),), EXACT),
-                "native fast": Variant(lambda i: (kernels.linear(i["x"], packed, fast=True),), FAST),
+                "native exact": Variant(lambda i: (kernels.linear(i["x"], packed),), TOLERANCE["exact"]),
+                "native fast": Variant(lambda i: (kernels.linear(i["x"], packed, fast=True),), TOLERANCE["fast"]),
             },
             packed.data.numel() + 4 * num_tokens * (rows + columns),
             2.0 * num_tokens * rows * columns,

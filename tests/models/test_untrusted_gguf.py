@@ -16,7 +16,7 @@ from hypothesis import given
 
 from aioengine.errors import ModelError
 from aioengine.models.gguf import GGUFFile, read_header, read_vector, split_files
-from tests.models.untrusted import FUZZ, MODES, U64, Weights, bounded, damages, load, model_or_error, write_config
+from tests.models.untrusted import FUZZ, MODES, U64, Weights, damages, load, model_or_error, refused, write_config
 
 F32, Q4_1 = int(GGMLQuantizationType.F32), int(GGMLQuantizationType.Q4_1)
 
@@ -100,9 +100,8 @@ def test_a_wrong_field_of_a_gguf_header_is_named(what: str, tmp_path: Path) -> N
     content, message = DAMAGED_HEADERS[what]
     path = tmp_path / "bad.gguf"
     path.write_bytes(content)
-    with bounded(), pytest.raises(ModelError, match=message) as failure:
+    with refused(path, message):
         GGUFFile(path)
-    assert "bad.gguf" in str(failure.value)
 
 
 def test_a_well_formed_header_made_by_hand_is_read(tmp_path: Path) -> None:

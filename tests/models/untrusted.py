@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import gguf
 import hypothesis.strategies as st
+import pytest
 import torch
 from gguf.constants import GGMLQuantizationType
 from hypothesis import HealthCheck, settings
@@ -51,6 +52,14 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": 2,
     "bos_token_id": 1,
 }
+
+
+@contextmanager
+def refused(path: Path, message: str) -> Iterator[None]:
+    """The block, `bounded`, raises a ModelError with this message (a pattern) that names the file."""
+    with bounded(), pytest.raises(ModelError, match=message) as failure:
+        yield
+    assert path.name in str(failure.value)
 
 
 @contextmanager

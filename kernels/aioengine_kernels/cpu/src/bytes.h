@@ -10,12 +10,12 @@ AIO_INLINE void write_row(const float* x, i64 groups, i64 rows, i64 m, const Int
   for (i64 b = 0; b < groups; b++) {
     __m256 v[4];
     const float top = largest_magnitude(x + b * kGroup, v);
-    const bool finite = top <= 3.4e38f, some = finite && top > kNothing, single = top <= limit;
-    const __m256 inverse = _mm256_set1_ps(some ? (single ? kDigitTop : kSplitTop) / top : 0.0f);
-    const __m128i shift = _mm_cvtsi32_si128(single ? 8 : 0);
+    const Rounding rounding = choose_rounding(top, limit);
+    const __m256 inverse = _mm256_set1_ps(rounding.inverse);
+    const __m128i shift = _mm_cvtsi32_si128(rounding.single ? 8 : 0);
     __m256i w[4];
     for (int j = 0; j < 4; j++)
-      w[j] = some ? _mm256_sll_epi32(_mm256_cvtps_epi32(_mm256_mul_ps(v[j], inverse)), shift) : _mm256_setzero_si256();
+      w[j] = rounding.some ? _mm256_sll_epi32(_mm256_cvtps_epi32(_mm256_mul_ps(v[j], inverse)), shift) : _mm256_setzero_si256();
     const int32_t sum = sum_of(_mm256_add_epi32(_mm256_add_epi32(w[0], w[1]), _mm256_add_epi32(w[2], w[3])));
     const __m256i a = _mm256_packs_epi32(w[0], w[1]), c = _mm256_packs_epi32(w[2], w[3]), half = _mm256_set1_epi16(128);
     const auto higher = [&](__m256i words) { return _mm256_srai_epi16(_mm256_add_epi16(words, half), 8); };
@@ -26,11 +26,10 @@ AIO_INLINE void write_row(const float* x, i64 groups, i64 rows, i64 m, const Int
     };
     put(out, higher(a), higher(c));
     put(out + groups * rows * kGroup, lower(a), lower(c));
-    const float unit = finite ? (some ? top * (single ? 1.0f / (kDigitTop * 256.0f) : 1.0f / kSplitTop) : 0.0f) : __builtin_nanf("");
-    tile.unit[b * rows + m] = unit;
-    tile.scaled_sum[b * rows + m] = unit * (float)sum;
+    tile.unit[b * rows + m] = rounding.unit;
+    tile.scaled_sum[b * rows + m] = rounding.unit * (float)sum;
     tile.offset[b * rows + m] = -Traits<F>::zero * sum;
-    if (!single) mark_both(tile, b);
+    if (!rounding.single) mark_both(tile, b);
   }
 }
 

@@ -56,6 +56,21 @@ static void fill_rows(const LinearArgs& a, const RowTiles& tiles, const IntegerR
   });
 }
 
+// How the numbers of one group are rounded.
+struct Rounding {
+  bool some;      // more than nothing, and all of it finite: else the numbers are zeros
+  bool single;    // one digit will do
+  float inverse;  // what an activation is multiplied with; a single digit is then shifted to be the higher one
+  float unit;     // of the numbers: NaN if an activation is not finite
+};
+
+// From the largest magnitude of a group, infinity or NaN if one of them is. Two digits above `limit`.
+AIO_INLINE Rounding choose_rounding(float top, float limit) {
+  const bool finite = top <= 3.4e38f, some = finite && top > kNothing, single = top <= limit;
+  const float unit = some ? top * (single ? 1.0f / (kDigitTop * 256.0f) : 1.0f / kSplitTop) : 0.0f;
+  return {some, single, some ? (single ? kDigitTop : kSplitTop) / top : 0.0f, finite ? unit : __builtin_nanf("")};
+}
+
 // Rows of one tile are written by several threads.
 AIO_INLINE void mark_both(const IntegerTile& tile, i64 group) { __atomic_store_n(tile.both + group, (uint8_t)1, __ATOMIC_RELAXED); }
 

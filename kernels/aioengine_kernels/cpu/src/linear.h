@@ -142,6 +142,18 @@ AIO_INLINE void add_bias(const LinearArgs& a, i64 n0, i64 n1) {
     for (i64 n = n0; n < n1; n++) a.y[m * a.ldy + n] += a.bias[n];
 }
 
+// multiply(y, ldy) for all rows of one panel: y is its place in the output or, where that ends within it, a buffer.
+template <class Multiply>
+AIO_INLINE void write_panel(const LinearArgs& a, i64 panel, const Multiply& multiply) {
+  const i64 n0 = panel * 16, columns = imin(16, a.n - n0);
+  float* y = columns == 16 ? a.y + n0 : (float*)scratch(2, a.m * 16 * sizeof(float));
+  multiply(y, columns == 16 ? a.ldy : 16);
+  if (columns < 16)
+    for (i64 m = 0; m < a.m; m++)
+      for (i64 n = 0; n < columns; n++) a.y[m * a.ldy + n0 + n] = y[m * 16 + n];
+  add_bias(a, n0, n0 + columns);
+}
+
 // NP panels from `panel` on, all rows. `y` is column 16 * panel of the output, or a buffer.
 template <int F, int NP>
 static void exact_panels(const LinearArgs& a, const RowTiles& tiles, const float* x, i64 panel_bytes, i64 panel, float* y, i64 ldy) {
@@ -171,15 +183,8 @@ static void exact_task(const LinearArgs& a, const RowTiles& tiles, const float* 
     add_bias(a, panel * 16, (panel + NP) * 16);
     return;
   }
-  for (; panel * 16 < a.n; panel++) {
-    const i64 columns = imin(16, a.n - panel * 16);
-    float* y = columns == 16 ? a.y + panel * 16 : (float*)scratch(2, a.m * 16 * sizeof(float));
-    exact_panels<F, 1>(a, tiles, x, panel_bytes, panel, y, columns == 16 ? a.ldy : 16);
-    if (columns < 16)
-      for (i64 m = 0; m < a.m; m++)
-        for (i64 n = 0; n < columns; n++) a.y[m * a.ldy + panel * 16 + n] = y[m * 16 + n];
-    add_bias(a, panel * 16, panel * 16 + columns);
-  }
+  for (; panel * 16 < a.n; panel++)
+    write_panel(a, panel, [&](float* y, i64 ldy) { exact_panels<F, 1>(a, tiles, x, panel_bytes, panel, y, ldy); });
 }
 
 template <int F, int NP>

@@ -34,10 +34,10 @@ constexpr i64 kGroupsAtATime = 16;  // 16 KiB of widened weights: half of L1
 AIO_INLINE float pair_group(const float* x, int32_t* out, i64 stride, int32_t* sum) {
   __m256 v[4];
   const float top = largest_magnitude(x, v);
-  const bool finite = top <= 3.4e38f, some = finite && top > kNothing;
-  const __m256 inverse = _mm256_set1_ps(some ? kSplitTop / top : 0.0f);
+  const Rounding rounding = choose_rounding(top, -1.0f);
+  const __m256 inverse = _mm256_set1_ps(rounding.inverse);
   __m256i w[4];
-  for (int j = 0; j < 4; j++) w[j] = some ? _mm256_cvtps_epi32(_mm256_mul_ps(v[j], inverse)) : _mm256_setzero_si256();
+  for (int j = 0; j < 4; j++) w[j] = rounding.some ? _mm256_cvtps_epi32(_mm256_mul_ps(v[j], inverse)) : _mm256_setzero_si256();
   *sum = sum_of(_mm256_add_epi32(_mm256_add_epi32(w[0], w[1]), _mm256_add_epi32(w[2], w[3])));
   const __m256i two_apart = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
   alignas(32) int32_t pairs[16];
@@ -47,7 +47,7 @@ AIO_INLINE float pair_group(const float* x, int32_t* out, i64 stride, int32_t* s
   }
 #pragma GCC unroll 16
   for (int j = 0; j < 16; j++) out[j * stride] = pairs[j];
-  return finite ? (some ? top * (1.0f / kSplitTop) : 0.0f) : __builtin_nanf("");
+  return rounding.unit;
 }
 
 AIO_INLINE void pair_row(const float* x, i64 groups, i64 rows, i64 m, const IntegerTile& tile) {
@@ -170,14 +170,7 @@ static void pairs_format(const LinearArgs& a) {
   fill_rows(a, tiles, x, [&](const float* row, i64 rows, i64 m, const IntegerTile& tile) { pair_row(row, x.groups, rows, m, tile); });
   const i64 panel_bytes = panel_layout(F, a.k).bytes, panels = ceil_div(a.n, 16);
   parallel(a.num_threads, panels, imax(1, panels / (8 * a.num_threads)), [&](i64 begin, i64 end) {
-    for (i64 p = begin; p < end; p++) {
-      const i64 columns = imin(16, a.n - p * 16);
-      float* y = columns == 16 ? a.y + p * 16 : (float*)scratch(2, a.m * 16 * sizeof(float));
-      pair_panel<F>(a, tiles, x, a.weights + p * panel_bytes, panel_bytes, y, columns == 16 ? a.ldy : 16);
-      if (columns < 16)
-        for (i64 m = 0; m < a.m; m++)
-          for (i64 n = 0; n < columns; n++) a.y[m * a.ldy + p * 16 + n] = y[m * 16 + n];
-      add_bias(a, p * 16, p * 16 + columns);
-    }
+    for (i64 p = begin; p < end; p++)
+      write_panel(a, p, [&](float* y, i64 ldy) { pair_panel<F>(a, tiles, x, a.weights + p * panel_bytes, panel_bytes, y, ldy); });
   });
 }

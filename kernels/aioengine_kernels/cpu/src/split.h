@@ -19,7 +19,7 @@ struct Units {
   __mmask8 single;  // one digit will do
 };
 
-// The units of four groups from their largest magnitudes, as bits. Two digits for magnitudes above `limit`.
+// `choose_rounding` for four groups, from the bits of their largest magnitudes.
 AIO_INLINE Units choose_units(__m128i top, float limit) {
   Units u;
   const __m128 largest = _mm_castsi128_ps(top);

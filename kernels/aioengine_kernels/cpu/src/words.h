@@ -15,18 +15,16 @@ AIO_INLINE void write_row(const float* x, i64 groups, i64 rows, i64 m, const Int
       top = magnitude <= top ? top : magnitude;
       finite = finite && magnitude <= 3.4e38f;
     }
-    const bool some = finite && top > kNothing, single = top <= limit;
-    const float inverse = some ? (single ? kDigitTop : kSplitTop) / top : 0.0f;
+    const Rounding rounding = choose_rounding(finite ? top : __builtin_nanf(""), limit);
     int16_t* out = (int16_t*)tile.q + (b * rows + m) * kGroup;
     int32_t sums[2] = {0, 0};
     for (int i = 0; i < kGroup; i++) {
-      const int32_t rounded = some ? (int32_t)((from[i] * inverse + 12582912.0f) - 12582912.0f) : 0;  // to nearest even
-      out[i] = (int16_t)(single ? rounded * 256 : rounded);
+      const int32_t rounded = rounding.some ? (int32_t)((from[i] * rounding.inverse + 12582912.0f) - 12582912.0f) : 0;  // to nearest even
+      out[i] = (int16_t)(rounding.single ? rounded * 256 : rounded);
       sums[i / (kGroup / halves)] += out[i];
     }
-    const float unit = finite ? (some ? top * (single ? 1.0f / (kDigitTop * 256.0f) : 1.0f / kSplitTop) : 0.0f) : __builtin_nanf("");
-    tile.unit[b * rows + m] = unit;
-    tile.scaled_sum[b * rows + m] = unit * (float)(sums[0] + sums[1]);
+    tile.unit[b * rows + m] = rounding.unit;
+    tile.scaled_sum[b * rows + m] = rounding.unit * (float)(sums[0] + sums[1]);
     for (int h = 0; h < halves; h++) tile.offset[(b * halves + h) * rows + m] = -Traits<F>::zero * sums[h];
   }
 }
