@@ -187,7 +187,14 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def publish_options(args: argparse.Namespace) -> PublishOptions:
+    """Raises ConfigError for an option that would do nothing."""
     from aioengine.engine.publishing import PublishOptions
+    from aioengine.errors import ConfigError
+
+    if args.events is None and (args.events_token is not None or args.allow_events_control):
+        raise ConfigError(f"{'--allow-events-control' if args.allow_events_control else '--events-token'} needs --events")
+    if args.events is None and args.record is None and args.events_text:
+        raise ConfigError("--events-text needs --events or --record")
 
     return PublishOptions(
         record=args.record,
