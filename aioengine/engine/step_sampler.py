@@ -75,7 +75,7 @@ class StepSampler:
     def _compute_masks(self, output: SchedulerOutput) -> GrammarOutput:
         assert self._structured_output is not None
         bitmasks: dict[str, bytes] = {}
-        for req_id in output.structured_output_request_ids:
+        for req_id in sorted(output.structured_output_request_ids):  # a set has no order that two processes share
             if req_id not in self._structured_output:
                 continue  # it has ended meanwhile: its token will be dropped
             try:

@@ -85,5 +85,5 @@ def test_same_tokens_as_alone(run: Callable[..., Any], overlap: bool, num_blocks
     )
     assert outputs == alone
     assert (scheduler.num_preemptions > 0) == (num_blocks == 14)
-    assert (scheduler.kv_cache_manager.prefix_cache_hits > 0) == prefix_caching
+    assert (scheduler.make_stats().prefix_cache_hits > 0) == prefix_caching
     assert max(len(tokens) for tokens in alone.values()) > 15
