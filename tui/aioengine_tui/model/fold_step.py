@@ -64,7 +64,8 @@ def _preempt(state: DashboardState, event: StepEvent) -> None:
     cached = event.output.scheduled_cached_reqs
     takers = [req_id for req_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=False) if block_ids is not None]
     admitted = [new.req_id for new in event.output.scheduled_new_reqs] + sorted(cached.resumed_req_ids)
-    if event.output.preempted_req_ids & cached.resumed_req_ids:  # nobody took its place: it is back in the same step
+    was_reset = bool(event.output.preempted_req_ids & cached.resumed_req_ids)  # nobody took its place: it is back in the same step
+    if was_reset or (not admitted and event.admission_stop != "preempted"):  # nor did this step lack blocks
         why = "the prefix cache was reset"
     elif admitted:  # a step that preempts for lack of blocks admits nobody
         why = f"the more urgent {name_some(admitted, 3)} took its place"
