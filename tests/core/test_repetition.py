@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aioengine import InvalidRequestError, RepetitionDetectionParams, SamplingParams
+from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.core.stop import RepetitionDetector
 from aioengine.outputs import EngineCoreOutput, ModelRunnerOutput
 from aioengine.request import RequestStatus
@@ -66,7 +67,8 @@ def run(answers: Sequence[int], *, eos: int = 256, depth: int = 1, **params: Any
     request = make_request(5, **{"max_tokens": 100, **params})
     scheduler.add_request(request)
     outputs: list[EngineCoreOutput] = []
-    answer, planned = iter(answers), []
+    answer = iter(answers)
+    planned: list[SchedulerOutput] = []
     while not request.is_finished:
         while len(planned) < depth and (out := scheduler.schedule()) is not None:
             planned.append(out)
