@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections import deque
 
 NUM_RECENT_REQUESTS = 1000
-"""How far back the recent hit rate looks, as vLLM's does."""
+"""How far back the recent hit rate looks by default, as vLLM's does."""
 
 
 class PrefixCacheStats:
-    """Running totals in tokens, and the same of the last `NUM_RECENT_REQUESTS` requests.
+    """Running totals in tokens, and the same of the last `max_recent_requests` requests.
 
     A request counts once, when it is first admitted. One that comes back after a preemption looks up what it computed itself:
     that would read as sharing where there is thrashing. One that must not look anything up does not count.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_recent_requests: int = NUM_RECENT_REQUESTS) -> None:
+        self._max_recent_requests = max_recent_requests
         self.queries = 0  # tokens that were looked up
         self.hits = 0  # tokens that were found
         self.recent_queries = 0
@@ -37,7 +38,7 @@ class PrefixCacheStats:
         self._recent.append((num_queries, num_hits))
         self.recent_queries += num_queries
         self.recent_hits += num_hits
-        if len(self._recent) > NUM_RECENT_REQUESTS:
+        if len(self._recent) > self._max_recent_requests:
             old_queries, old_hits = self._recent.popleft()
             self.recent_queries -= old_queries
             self.recent_hits -= old_hits

@@ -225,20 +225,24 @@ class Scheduler:
         self._lingering_req_ids -= scheduler_output.finished_req_ids
         core_outputs: list[EngineCoreOutput] = []
         ended: list[Request] = []  # in the order of the batch, as what they free is
+        # What most steps have none of is not looked up for every request.
+        requests, indices, sampled = self.requests, output.req_id_to_index, output.sampled_token_ids
+        failed, spec_token_ids = output.failed_req_ids, scheduler_output.scheduled_spec_decode_tokens
+        all_logprobs, all_prompt_logprobs = output.logprobs, output.prompt_logprobs
         for req_id in scheduler_output.num_scheduled_tokens:
-            request = self.requests.get(req_id)
+            request = requests.get(req_id)
             if request is None:
                 continue
-            if req_id in output.failed_req_ids:
-                core_outputs.append(self._fail_request(request, output.failed_req_ids[req_id]))
+            if failed and req_id in failed:
+                core_outputs.append(self._fail_request(request, failed[req_id]))
                 continue
-            token_ids = output.sampled_token_ids[output.req_id_to_index[req_id]]
-            prompt_logprobs = output.prompt_logprobs.get(req_id)
+            token_ids = sampled[indices[req_id]]
+            prompt_logprobs = all_prompt_logprobs.get(req_id) if all_prompt_logprobs else None
             if not token_ids:
                 if prompt_logprobs:
                     core_outputs.append(EngineCoreOutput(req_id, [], None, None, None, request.num_cached_tokens, prompt_logprobs))
                 continue
-            guesses = scheduler_output.scheduled_spec_decode_tokens.get(req_id)
+            guesses = spec_token_ids.get(req_id) if spec_token_ids else None
             if guesses is not None:
                 self._settle_guesses(request, len(guesses), num_accepted=len(token_ids) - 1)
             new_token_ids = self._append_tokens(request, token_ids)
@@ -246,7 +250,7 @@ class Scheduler:
             if request.is_finished:
                 ended.append(request)
                 finish_reason = request.finish_reason
-            logprobs = output.logprobs.get(req_id)
+            logprobs = all_logprobs.get(req_id) if all_logprobs else None
             if logprobs is not None:
                 logprobs = logprobs[: len(new_token_ids)]
             # By position: keywords would take three times as long.

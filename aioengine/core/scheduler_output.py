@@ -126,7 +126,7 @@ class BlockChanges:
 
     allocated: list[int] = field(default_factory=list)  # taken from the free queue, by a new owner or by a cache hit
     freed: list[int] = field(default_factory=list)  # back in the free queue: their last owner let go
-    evicted: list[int] = field(default_factory=list)  # lost their cached content because they were allocated anew
+    evicted: list[int] = field(default_factory=list)  # lost their cached content: they were allocated anew, or the cache was reset
     # Became findable by content, and still are: applied after `evicted`, the set of cached blocks is right.
     cached: list[int] = field(default_factory=list)
     cached_hashes: list[str] = field(default_factory=list)  # of `cached`: the first hex digits of their content's hash

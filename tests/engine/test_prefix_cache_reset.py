@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from aioengine import AsyncEngine, EngineDeadError, RepetitionDetectionParams, SamplingParams
+from aioengine.commands.demo import StepMeter
 from aioengine.events.step_event import StepEvent, StepResultEvent
 from aioengine.testing import FakeExecutor, scripted
+from aioengine_tui.model.windows import HISTORY_BUCKET_S
 from aioengine_tui.state import DashboardState
 
 PARAMS = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
@@ -77,6 +79,29 @@ async def test_a_dead_engine_resets_no_requests(start_rig: Any) -> None:
             await collect(rig.engine, [1, 2, 3])
         with pytest.raises(EngineDeadError):
             rig.engine.reset_prefix_cache(reset_running_requests=True)
+
+
+async def test_demo_and_dashboard_do_not_show_thrashing_as_sharing(start_rig: Any) -> None:
+    """Six prompts that share nothing, and blocks for two of them: what comes back finds blocks of its own."""
+    state, meter = DashboardState(), StepMeter()
+    executor = FakeExecutor(num_blocks=14, block_size=4, max_num_seqs=8)
+    async with start_rig(executor, max_model_len=48) as rig:
+        rig.engine.bus.add_observer(state.apply)
+        rig.engine.bus.add_observer(meter.add)
+        await asyncio.gather(*(collect(rig.engine, [40 * i + k for k in range(20)]) for i in range(6)))
+        stats = rig.engine.stats()
+        await rig.settle()
+    assert stats.num_preemptions > 0
+    assert stats.num_preempted_hits > 0
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (120, 0)
+    assert (meter.prefix_cache_queries, meter.prefix_cache_hits) == (120, 0)
+    assert state.gauges().prefix_hit_rate == 0
+    assert not any(state.history("hit_rate", 240)), "no bucket shows a hit"
+    totals = state.totals
+    assert totals.num_prompt_tokens_computed <= 120
+    assert totals.num_recomputed_tokens > 0
+    shown = sum(value or 0 for value in state.history("prefill_tokens")) * HISTORY_BUCKET_S
+    assert shown == totals.num_prompt_tokens_computed
 
 
 # ------------------------------------------------------------------ repetition
