@@ -137,7 +137,7 @@ class EngineConfig:
     max_model_len: prompt and output together, in tokens. auto: the model's own limit.
     max_num_seqs: requests that run at once. max_num_batched_tokens: tokens of one step.
     enable_chunked_prefill: split prompts that do not fit into a step's budget.
-    long_prefill_token_threshold: no request takes more tokens of one step than this; 0: no limit.
+    long_prefill_token_threshold: while others run or wait, no request takes more tokens of one step than this; 0: no limit.
     scheduling_policy: "fcfs", or "priority" (a lower number first, then by arrival).
     async_scheduling: schedule the next step while the current one runs. False: one step at a time, same tokens.
     block_size: tokens a KV block. num_kv_cache_blocks: how many, the null block included; auto: from memory.

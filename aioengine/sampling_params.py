@@ -23,6 +23,11 @@ MAX_NUM_SEQUENCES = 1024
 
 MAX_LOGIT_BIAS = 100.0
 
+MAX_PATTERN_SIZE = 1024
+"""Of repetition detection: a token costs at worst that many look-ups."""
+
+MAX_PATTERN_COUNT = 65536
+
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
@@ -97,6 +102,38 @@ class StructuredOutputsParams:
             _require(text is None or (isinstance(text, str) and text != ""), f"structured_outputs.{name} must be a non-empty string")
 
 
+@dataclass(frozen=True, slots=True)
+class RepetitionDetectionParams:
+    """Ends an output whose last tokens are a pattern again and again, as small models readily get stuck in one.
+
+    max_pattern_size: the longest pattern that is looked for, in tokens, at most 1024; 0 looks for none.
+    min_pattern_size: the shortest one; 0 means 1.
+    min_count: how many times in a row it has to come, at least 2 and at most 65536.
+
+    Raises InvalidRequestError naming the field, its value and the limit.
+    """
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+    def __post_init__(self) -> None:
+        limits = (("max_pattern_size", MAX_PATTERN_SIZE), ("min_pattern_size", MAX_PATTERN_SIZE), ("min_count", MAX_PATTERN_COUNT))
+        for name, limit in limits:
+            value = getattr(self, name)
+            _require(
+                _whole(value) and 0 <= value <= limit, f"repetition_detection.{name} must be an integer in [0, {limit}], got {value!r}"
+            )
+        _require(
+            self.min_pattern_size <= self.max_pattern_size,
+            f"repetition_detection.min_pattern_size ({self.min_pattern_size}) must not exceed max_pattern_size ({self.max_pattern_size})",
+        )
+        _require(
+            self.max_pattern_size == 0 or self.min_count >= 2,
+            f"repetition_detection.min_count must be at least 2, got {self.min_count!r}: once is no repetition",
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """The parameters of one generation, checked when they are built.
@@ -128,6 +165,8 @@ class SamplingParams:
     truncate_prompt_tokens: keep only that many of the last tokens of the prompt; -1: as many as the model can take.
     structured_outputs: what the text must match, unless `max_tokens` or a stop cuts it off. Once nothing can be added the
         model's end-of-sequence token ends it, also before `min_tokens`; with `ignore_eos` that token is repeated.
+    repetition_detection: end an output whose last tokens keep repeating; its finish_reason is "repetition". Not before
+        `min_tokens`; an end-of-sequence token, a stop and the length go before it.
     extra_args: for custom logits processors; the engine only passes them on.
 
     Raises InvalidRequestError naming the parameter, its value and the limit.
@@ -161,6 +200,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     structured_outputs: StructuredOutputsParams | None = None
     extra_args: Mapping[str, Any] = field(default_factory=dict, hash=False)  # a copy once built
+    repetition_detection: RepetitionDetectionParams | None = None
 
     def __post_init__(self) -> None:
         self._copy_collections()
@@ -257,6 +297,11 @@ class SamplingParams:
         _require(
             structured is None or isinstance(structured, StructuredOutputsParams),
             f"structured_outputs must be StructuredOutputsParams or None, got {structured!r}",
+        )
+        repetition = self.repetition_detection
+        _require(
+            repetition is None or isinstance(repetition, RepetitionDetectionParams),
+            f"repetition_detection must be RepetitionDetectionParams or None, got {repetition!r}",
         )
 
     @property

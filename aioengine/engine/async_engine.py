@@ -285,9 +285,13 @@ class AsyncEngine(EngineLife):
         """Gauges and totals now. Raises AioEngineError before `start()`."""
         return _started(self._core).make_stats()
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes. Refused (False) while a request holds KV blocks. Raises AioEngineError before `start()`."""
-        return _started(self._core).scheduler.reset_prefix_cache()
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget all cached prefixes. Refused (False) while a request holds KV blocks, unless `reset_running_requests`: then
+        those are preempted first, and compute all their tokens anew; their outputs stay the same.
+
+        Raises AioEngineError before `start()`, EngineDeadError if running requests are to be reset and the engine stopped.
+        """
+        return _started(self._core).reset_prefix_cache(reset_running_requests)
 
 
 def _started(part: T | None) -> T:

@@ -169,6 +169,16 @@ class EngineCore:
             self._wake_up.set()
         return ended
 
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """As `Scheduler.reset_prefix_cache`, also while steps are in flight. Raises EngineDeadError if running requests are to
+        be reset and nothing can run any more.
+        """
+        if reset_running_requests:
+            self.check_health()
+        is_reset = self.scheduler.reset_prefix_cache(reset_running_requests)
+        self._wake_up.set()
+        return is_reset
+
     # ------------------------------------------------------------------ pausing
     @property
     def is_paused(self) -> bool:

@@ -69,13 +69,16 @@ class StepSampler:
 
     def _knows_tokens_before(self, output: SchedulerOutput) -> bool:
         """No older step still samples for a request that needs a mask in this one, which itself counts as one placeholder."""
-        requests = (self._scheduler.requests.get(req_id) for req_id in output.structured_output_request_ids)
-        return all(request is None or request.num_output_placeholders <= 1 for request in requests)
+        requests = self._scheduler.requests
+        return all(
+            (request := requests.get(req_id)) is None or request.num_output_placeholders <= 1
+            for req_id in output.structured_output_request_ids
+        )
 
     def _compute_masks(self, output: SchedulerOutput) -> GrammarOutput:
         assert self._structured_output is not None
         bitmasks: dict[str, bytes] = {}
-        for req_id in output.structured_output_request_ids:
+        for req_id in sorted(output.structured_output_request_ids):  # a set has no order that two processes share
             if req_id not in self._structured_output:
                 continue  # it has ended meanwhile: its token will be dropped
             try:

@@ -37,7 +37,7 @@ from aioengine.events.step_event import (
     StepEvent,
     StepResultEvent,
 )
-from aioengine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from aioengine.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 HIDDEN_TOKEN_ID = -1
 """Stands for a token id that did not travel."""
@@ -135,6 +135,8 @@ def params_to_dict(params: SamplingParams, *, complete: bool = False) -> dict[st
         line["output_kind"] = params.output_kind.name
     if line.get("structured_outputs") is not None:
         line["structured_outputs"] = dataclasses.asdict(line["structured_outputs"])
+    if line.get("repetition_detection") is not None:
+        line["repetition_detection"] = dataclasses.asdict(line["repetition_detection"])
     return line
 
 
@@ -147,6 +149,8 @@ def _params_from_dict(fields: dict[str, Any]) -> SamplingParams:
         fields["output_kind"] = RequestOutputKind[fields["output_kind"]]
     if fields.get("structured_outputs") is not None:
         fields["structured_outputs"] = StructuredOutputsParams(**fields["structured_outputs"])
+    if fields.get("repetition_detection") is not None:
+        fields["repetition_detection"] = RepetitionDetectionParams(**fields["repetition_detection"])
     return SamplingParams(**fields)
 
 

@@ -60,9 +60,9 @@ class WorkerBooks:
         """Take in who came, went and moved. Raises ContractError."""
         expect(output.step_id == self._last_step_id + 1, f"step {output.step_id} after step {self._last_step_id}")
         self._last_step_id = output.step_id
-        for req_id in output.finished_req_ids:
+        for req_id in sorted(output.finished_req_ids):
             self.requests.pop(req_id, None)
-        for req_id in output.preempted_req_ids:
+        for req_id in sorted(output.preempted_req_ids):
             request = self.requests.get(req_id)
             expect(request is not None and request.has_slot, f"{req_id!r} is preempted without a slot")
             assert request is not None

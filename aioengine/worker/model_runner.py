@@ -151,10 +151,11 @@ class ModelRunner:
 
     # ------------------------------------------------------------------ state
     def _update_states(self, out: SchedulerOutput) -> None:
-        # Who is gone comes first: the slots they free may be needed by those who come.
-        for req_id in out.finished_req_ids:
+        # Who is gone comes first: the slots they free may be needed by those who come. In an order of their own: that of a
+        # set differs from process to process, and with it would the slots.
+        for req_id in sorted(out.finished_req_ids):
             self.states.remove(req_id)
-        for req_id in out.preempted_req_ids:
+        for req_id in sorted(out.preempted_req_ids):
             self.states.preempt(req_id)
         for new in out.scheduled_new_reqs:
             self._add_request(new)
