@@ -16,7 +16,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     # A negative id would be a place in the logits of another request.
     ({"bad_words_token_ids": ((3, -1),)}, "bad_words_token_ids must hold integers >= 0, got -1"),
     ({"bad_words_token_ids": (3,)}, "bad_words_token_ids must be a list, got 3"),
-    ({"stop": 5}, "stop must be a list, got 5"),
+    ({"stop": 5}, "stop must be a list of strings, got 5"),
     ({"stop": [1]}, "stop must hold non-empty strings, got 1"),
     ({"stop_token_ids": 5}, "stop_token_ids must be a list, got 5"),
     ({"stop_token_ids": [True]}, "stop_token_ids must hold integers >= 0, got True"),
