@@ -33,14 +33,19 @@ def whole(name: str, value: object, *, least: int, most: int, note: str = "") ->
     """An integer in [least, most]."""
     plain = values.whole(value)
     if plain is None or not least <= plain <= most:
-        raise InvalidRequestError(f"{name} must be an integer in [{least}, {_limit(most)}]{note}, got {shorten(value)}")
+        raise InvalidRequestError(f"{name} must be an integer in [{_limit(least)}, {_limit(most)}]{note}, got {shorten(value)}")
     return plain
 
 
-def _limit(most: int) -> str:
-    """Powers of two and the numbers before them as such."""
-    bits = (most + 1).bit_length() - 1
-    return f"2**{bits} - 1" if bits > 20 and most + 1 == 1 << bits else str(most)
+def _limit(limit: int) -> str:
+    """Large powers of two, and the numbers before them, as such."""
+    if limit < 0:
+        return f"-{_limit(-limit)}"
+    for offset, ending in ((0, ""), (1, " - 1")):
+        bits = (limit + offset).bit_length() - 1
+        if bits > 20 and limit + offset == 1 << bits:
+            return f"2**{bits}{ending}"
+    return str(limit)
 
 
 def flag(name: str, value: object) -> bool:
@@ -204,5 +209,5 @@ def _plain_json_item(name: str, item: object) -> tuple[Any, list[tuple[Any, Any,
     if plain is None:
         plain = values.number(item)
     if plain is None or (isinstance(plain, int) and not -(2**63) <= plain < 2**64):
-        raise InvalidRequestError(f"{name} must hold JSON values, with integers of 64 bits, got {shorten(item)}")
+        raise InvalidRequestError(f"{name} is not valid JSON: it must hold JSON values, with integers of 64 bits, got {shorten(item)}")
     return plain, []

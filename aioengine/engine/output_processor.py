@@ -106,12 +106,15 @@ class OutputProcessor:
             output_kind=RequestOutputKind.FINAL_ONLY if final_only else params.output_kind,
             num_completions=len(scheduled_ids),
         )
-        stream = self._streams[user_id] = _Stream(user_id, collector, prompt=processed.prompt, scheduled_ids=scheduled_ids)
+        stream = _Stream(user_id, collector, prompt=processed.prompt, scheduled_ids=scheduled_ids)
+        lives: dict[str, _LiveRequest] = {}
         for index, live_id in enumerate(scheduled_ids):
             detokenizer = None
             if self._tokenizer is not None and params.detokenize:
                 detokenizer = Detokenizer(self._tokenizer, prompt_token_ids=processed.prompt_token_ids, sampling_params=params)
-            self._live[live_id] = _LiveRequest(stream, index, detokenizer=detokenizer, keep_text=self._publish_text)
+            lives[live_id] = _LiveRequest(stream, index, detokenizer=detokenizer, keep_text=self._publish_text)
+        self._streams[user_id] = stream  # all of them or, where a tokenizer fails, none
+        self._live |= lives
         return collector
 
     def discard(self, user_id: str) -> None:
