@@ -10,6 +10,7 @@ from aioengine.engine.detokenizer import Detokenizer, TextTokenizer
 from aioengine.engine.engine_core import RequestEnd
 from aioengine.engine.input_processor import ProcessedInput
 from aioengine.engine.output_collector import OutputCollector
+from aioengine.engine.token_text import TokenTexts
 from aioengine.outputs import EngineCoreOutput, FinishReason, TokenLogprobs
 from aioengine.request import RequestStatus
 from aioengine.sampling_params import RequestOutputKind
@@ -76,6 +77,7 @@ class OutputProcessor:
         self, tokenizer: TextTokenizer | None, *, clock: Callable[[], float] = time.perf_counter, publish_text: bool = False
     ) -> None:
         self._tokenizer = tokenizer
+        self._token_texts: TokenTexts | None = None  # from the first request on that wants logprobs
         self._clock = clock
         self._publish_text = publish_text
         self._new_text: dict[str, str] = {}  # for observers, of the step at hand
@@ -220,6 +222,8 @@ class OutputProcessor:
 
     def _process(self, live: _LiveRequest, output: EngineCoreOutput, now: float) -> RequestEnd | None:
         token_ids, logprobs = output.new_token_ids, output.logprobs
+        if logprobs is not None and live.detokenizer is not None:
+            self._texts().fill_in(logprobs)
         if not live.has_token:
             self._note_start(live, output, now)
         piece, stop_string = "", None
@@ -245,6 +249,12 @@ class OutputProcessor:
             live.collector.finish(live.index, output.finish_reason, now=now, stop_reason=stop_reason, error=output.error)
         return None
 
+    def _texts(self) -> TokenTexts:
+        if self._token_texts is None:
+            assert self._tokenizer is not None, "who has a detokenizer has a tokenizer"
+            self._token_texts = TokenTexts(self._tokenizer)
+        return self._token_texts
+
     def _note_start(self, live: _LiveRequest, output: EngineCoreOutput, now: float) -> None:
         """What comes with the prompt's chunks and with the first token."""
         if not live.has_output:
@@ -252,6 +262,8 @@ class OutputProcessor:
             if live.index == 0:  # its siblings find what it has computed
                 live.collector.note_cached_tokens(output.num_cached_tokens)
         if output.prompt_logprobs:
+            if live.detokenizer is not None:
+                self._texts().fill_in(output.prompt_logprobs)
             live.collector.push_prompt_logprobs(output.prompt_logprobs)
         if output.new_token_ids:
             live.has_token = True

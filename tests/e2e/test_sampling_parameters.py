@@ -12,6 +12,7 @@ import torch
 
 from aioengine import AsyncEngine, RequestOutput, SamplingParams
 from aioengine.outputs import TokenLogprobs
+from aioengine.sampling_params import StructuredOutputsParams
 from aioengine_kernels.cpu import status as native_status
 
 PARAMETERS: list[dict[str, Any]] = [
