@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -94,7 +94,13 @@ class InputProcessor:
         assert self._structured_output is not None, "an engine that takes requests has a StructuredOutputManager"
         assert params.structured_outputs is not None
         try:
-            return await self._structured_output.compile(params.structured_outputs)
+            grammar = await self._structured_output.compile(params.structured_outputs)
+            if not _allows_a_token(grammar, params, self._eos_token_ids):
+                raise InvalidRequestError(
+                    "no token is left to sample: structured_outputs, allowed_token_ids and bad_words forbid every first one: "
+                    f"{shorten(params.structured_outputs)} and allowed_token_ids {shorten(params.allowed_token_ids)}"
+                )
+            return grammar
         except AioEngineError:
             raise
         except Exception as exc:  # the grammar's library refuses what it cannot take with errors of its own
@@ -190,6 +196,26 @@ class InputProcessor:
                 f"min_tokens is {params.min_tokens}, but after {num_prompt_tokens} prompt tokens there is room for {max_tokens}"
             )
         return params.with_values(max_tokens=max_tokens)
+
+
+def _allows_a_token(grammar: CompiledGrammar, params: SamplingParams, eos_token_ids: Collection[int]) -> bool:
+    """Whether an output can begin, or be empty, with a grammar beside allowed_token_ids and bad words of one token."""
+    bad = {word[0] for word in params.bad_words_token_ids if len(word) == 1}
+    if params.allowed_token_ids is None and not bad:
+        return True
+    mask = bytearray(grammar.start(params).bitmask())
+    if any(_has_bit(mask, token_id) for token_id in eos_token_ids):
+        return True
+    for token_id in bad:
+        if token_id >> 3 < len(mask):
+            mask[token_id >> 3] &= ~(1 << (token_id & 7)) & 0xFF
+    if params.allowed_token_ids is None:
+        return any(mask)
+    return any(_has_bit(mask, token_id) for token_id in params.allowed_token_ids)
+
+
+def _has_bit(mask: bytearray, token_id: int) -> bool:
+    return token_id >> 3 < len(mask) and bool(mask[token_id >> 3] >> (token_id & 7) & 1)
 
 
 def encode_bad_words(tokenizer: TextTokenizer, bad_words: Sequence[str]) -> list[tuple[int, ...]]:
