@@ -214,7 +214,9 @@ class EngineConfig:
             )
         object.__setattr__(self, "logits_processors", tuple(_text("logits_processors", name) for name in names))
         if self.prompt_lookup_max < self.prompt_lookup_min:
-            raise ConfigError(f"prompt_lookup_max must be an integer >= {self.prompt_lookup_min}, got {self.prompt_lookup_max}")
+            raise ConfigError(
+                f"prompt_lookup_max must be an integer >= {self.prompt_lookup_min} (prompt_lookup_min), got {self.prompt_lookup_max}"
+            )
         if self.check_invariants is not None:
             object.__setattr__(self, "check_invariants", _flag("check_invariants", self.check_invariants))
         if self.step_timeout_s is not None:

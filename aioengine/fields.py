@@ -205,7 +205,7 @@ def _plain_json_item(name: str, item: object) -> tuple[Any, list[tuple[Any, Any,
         return array, [(array, None, value) for value in item]
     if (plain_flag := values.flag(item)) is not None:
         return plain_flag, []
-    plain = values.whole(item)
+    plain: float | None = values.whole(item)
     if plain is None:
         plain = values.number(item)
     if plain is None or (isinstance(plain, int) and not -(2**63) <= plain < 2**64):

@@ -54,7 +54,7 @@ def number(value: object) -> float | None:
         return None
     if not math.isfinite(as_float):
         return None
-    return value if type(value) is int else as_float
+    return value if isinstance(value, int) and type(value) is int else as_float
 
 
 def flag(value: object) -> bool | None:

@@ -15,7 +15,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from aioengine import AioEngineError, AsyncEngine, SamplingParams
-from aioengine.events.step_event import Event
+from aioengine.events.step_event import EngineSnapshot, Event, StepEvent
 from aioengine.events.wire import decode, encode
 from aioengine.sampling_params import RequestOutputKind, StructuredOutputsParams
 
@@ -164,18 +164,20 @@ async def _run(engine: AsyncEngine, params: SamplingParams, options: Mapping[str
 
 def _without_extra_args(event: Event) -> Event:
     """Which do not travel."""
-    if hasattr(event, "output"):
-        new = [
-            dataclasses.replace(r, sampling_params=r.sampling_params.with_values(extra_args={})) for r in event.output.scheduled_new_reqs
-        ]
-        return dataclasses.replace(event, output=dataclasses.replace(event.output, scheduled_new_reqs=new))
-    if hasattr(event, "requests"):
-        requests = [
-            r if r.sampling_params is None else dataclasses.replace(r, sampling_params=r.sampling_params.with_values(extra_args={}))
-            for r in event.requests
-        ]
-        return dataclasses.replace(event, requests=requests)
-    return event
+    match event:
+        case StepEvent():
+            output = event.output
+            new = [dataclasses.replace(r, sampling_params=_plain(r.sampling_params)) for r in output.scheduled_new_reqs]
+            return dataclasses.replace(event, output=dataclasses.replace(output, scheduled_new_reqs=new))
+        case EngineSnapshot():
+            requests = [dataclasses.replace(r, sampling_params=r.sampling_params and _plain(r.sampling_params)) for r in event.requests]
+            return dataclasses.replace(event, requests=requests)
+        case _:
+            return event
+
+
+def _plain(params: SamplingParams) -> SamplingParams:
+    return params.with_values(extra_args={})
 
 
 class Rig:

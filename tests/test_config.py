@@ -36,7 +36,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"dtype": ["float32"]}, "dtype must be one of auto, float32, bfloat16, float16, got ['float32']"),
     ({"logits_processors": "module:name"}, "logits_processors must be a list of at most 64"),
     ({"logits_processors": [5]}, "logits_processors must be a non-empty string, got 5"),
-    ({"prompt_lookup_min": 5}, "prompt_lookup_max must be an integer >= 5, got 4"),
+    ({"prompt_lookup_min": 5}, "prompt_lookup_max must be an integer >= 5 (prompt_lookup_min), got 4"),
 ]
 
 

@@ -116,10 +116,17 @@ def test_a_schema_is_a_copy() -> None:
     assert params.json == {"properties": {"a": {"type": "string", "maxLength": 3}}, "required": ["a"]}
 
 
-def test_sets_come_in_one_order_and_iterators_are_read_once() -> None:
-    assert SamplingParams(stop={"b", "a", "c"}, stop_token_ids={9, 3, 300}).stop == ("a", "b", "c")
-    assert SamplingParams(stop_token_ids={9, 3, 300}).stop_token_ids == (3, 9, 300)
-    assert SamplingParams(allowed_token_ids=(i for i in (3, 1, 2))).allowed_token_ids == (3, 1, 2)
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        ("stop", {"b", "a", "c"}, ("a", "b", "c")),
+        ("stop_token_ids", {9, 3, 300}, (3, 9, 300)),
+        ("allowed_token_ids", iter([3, 1, 2]), (3, 1, 2)),
+        ("bad_words_token_ids", [{2, 1}, np.array([5])], ((1, 2), (5,))),
+    ],
+)
+def test_sets_come_in_one_order_and_iterators_are_read_once(name: str, given: Any, expected: Any) -> None:
+    assert getattr(SamplingParams(**{name: given}), name) == expected
 
 
 @pytest.mark.parametrize(

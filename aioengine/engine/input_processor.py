@@ -117,8 +117,8 @@ class InputProcessor:
             text, token_ids = await _run(len(prompt), _encode_text, tokenizer, prompt)
             return text, self._truncate(token_ids, num_kept)
         items = _read_items(prompt, num_kept=None if num_kept is None else self._num_kept(num_kept), most=self._max_model_len - 1)
-        if (token_ids := await plain_token_ids(items)) is not None:
-            return None, self._truncate(token_ids, num_kept)
+        if (plain := await plain_token_ids(items)) is not None:
+            return None, self._truncate(plain, num_kept)
         if not any(isinstance(item, Mapping) for item in items):
             raise _wrong_item(items)
         few = len(items) <= _MAX_INLINE_MESSAGES

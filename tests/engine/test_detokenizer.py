@@ -306,8 +306,10 @@ def test_what_is_shown_with_special_tokens_hidden_is_the_shown_text_without_them
     """The oracle is the run that shows them, as long as no half characters lie between."""
     hidden = run_detokenizer(token_ids, stop=stop)
     shown = run_detokenizer(token_ids, stop=stop, skip_special_tokens=False)
+    if not bytes(token for token in token_ids if token < 256).isascii():
+        return  # bytes on both sides of a hidden token may be one character, which is text of neither side
     # "ab" is found across a hidden token only where that is no part of a stop string.
-    if bytes(token for token in token_ids if token < 256).isascii() and hidden[1] == shown[1] and hidden[2] == shown[2]:
+    if hidden[1:] == shown[1:]:
         assert hidden[0] == shown[0].replace("<|user|>", "").replace("<eos>", "")
     if shown[1] is not None and "<" in shown[1]:
         assert hidden[2] <= shown[2], "found later, or not at all"

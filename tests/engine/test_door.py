@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from aioengine import AsyncEngine, InvalidRequestError, SamplingParams
+from aioengine import AioEngineError, AsyncEngine, InvalidRequestError, SamplingParams
 from aioengine.engine.input_processor import InputProcessor
 from aioengine.engine.parallel_sampling import child_params
 from aioengine.sampling_params import StructuredOutputsParams
@@ -68,7 +68,7 @@ def test_a_batch_of_anything_is_refused_or_runs(rig: door.Rig, prompts: Any, sam
     async def run() -> None:
         try:
             await asyncio.wait_for(rig.engine.generate_batch(prompts, sampling_params, progress=False), 60)
-        except door.AioEngineError as exc:
+        except AioEngineError as exc:
             door.check_length(exc)
 
     rig.runner.run(run())
@@ -137,9 +137,9 @@ async def test_a_grammar_and_allowed_tokens_that_never_meet_are_refused(start_ri
 
 async def test_numbers_of_numpy_are_plain_ones(start_rig: Any) -> None:
     async with start_rig() as rig:
-        params = SamplingParams(
-            temperature=np.float32(0), max_tokens=np.int64(3), stop_token_ids=np.array([5, 6]), ignore_eos=np.bool_(True)
-        )
+        given: dict[str, Any] = {"temperature": np.float32(0), "max_tokens": np.int64(3), "ignore_eos": np.bool_(True)}
+        given["stop_token_ids"] = np.array([5, 6])
+        params = SamplingParams(**given)
         assert [type(value) for value in (params.temperature, params.max_tokens, params.ignore_eos)] == [float, int, bool]
         assert params.stop_token_ids == (5, 6)
         outputs = [o async for o in rig.engine.generate([1], params, priority=np.int8(3), timeout=np.float32(9), request_id=np.str_("r"))]

@@ -65,7 +65,7 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     (np.array([[1, 2]]), {}, "item 0 is list"),
     (memoryview(b"abc"), {}, "got memoryview"),
     (range(10**9), {}, "the prompt has 1000000000 tokens, but at most 63 fit"),
-    ([1], {"sampling_params": SamplingParams(bad_words_token_ids=[[i] for i in range(261)])}, "forbid every token of the vocabulary"),
+    ([1], {"sampling_params": SamplingParams(bad_words_token_ids=tuple((i,) for i in range(261)))}, "forbid every token of the vocabulary"),
     ([1], {"sampling_params": SamplingParams(allowed_token_ids=[256], min_tokens=1)}, "no token is left to sample: every token of"),
     ([1], {"sampling_params": SamplingParams(bad_words=["a"], allowed_token_ids=[97])}, "no token is left to sample"),
 ]
