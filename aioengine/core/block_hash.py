@@ -20,11 +20,6 @@ def root_hash(seed: str | None) -> BlockHash:
     return sha256(os.urandom(32) if seed is None else b"aioengine:" + seed.encode()).digest()
 
 
-def salt_key(cache_salt: str | None) -> bytes:
-    """What a salt adds to the first block's hash; an empty salt is one, and shares nothing with requests without."""
-    return b"" if cache_salt is None else b"salt:" + cache_salt.encode()
-
-
 def hash_block(parent: BlockHash, token_ids: Sequence[int], *, extra: bytes = b"") -> BlockHash:
     """The hash of one full block. `extra` separates contents that must not be shared though their tokens are equal."""
     return sha256(parent + array("q", token_ids).tobytes() + extra).digest()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from aioengine.core.block_hash import hash_block, salt_key
+from aioengine.core.block_hash import hash_block
 from aioengine.core.block_pool import NULL_BLOCK_ID
 from aioengine.core.request_queue import scheduling_key
 from aioengine.core.scheduler_output import SchedulerOutput
@@ -110,8 +110,8 @@ def _check_hashes(scheduler: Scheduler) -> None:
         for index, block_hash in enumerate(request.block_hashes):
             token_ids = request.all_token_ids[index * kv.block_size : (index + 1) * kv.block_size]
             assert len(token_ids) == kv.block_size, f"a block that is not full has a hash: {request}"
-            extra = salt_key(request.cache_salt) if index == 0 else b""
-            assert block_hash == hash_block(parent, token_ids, extra=extra), f"hash {index} is wrong: {request}"
+            salt = request.cache_salt if index == 0 else None
+            assert block_hash == hash_block(parent, token_ids, extra=(salt or "").encode()), f"hash {index} is wrong: {request}"
             parent = block_hash
         (table,) = request.block_ids
         assert request.num_cached_blocks <= len(table), f"more cached blocks than blocks: {request}"

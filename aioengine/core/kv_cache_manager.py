@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from aioengine.config import CacheConfig
-from aioengine.core.block_hash import BlockHash, hash_block, root_hash, salt_key
+from aioengine.core.block_hash import BlockHash, hash_block, root_hash
 from aioengine.core.block_pool import BlockPool
 from aioengine.request import Request
 
@@ -140,6 +140,6 @@ class KVCacheManager:
         while len(hashes) < num_blocks:
             start = len(hashes) * self.block_size
             # Later blocks inherit the salt through the chain.
-            extra = b"" if hashes else salt_key(cache_salt)
+            extra = cache_salt.encode() if cache_salt is not None and not hashes else b""
             parent = hashes[-1] if hashes else self._root_hash
             hashes.append(hash_block(parent, token_ids[start : start + self.block_size], extra=extra))

@@ -17,7 +17,7 @@ from aioengine.engine.deadline import Deadline
 from aioengine.engine.detokenizer import TextTokenizer
 from aioengine.engine.engine_life import EngineLife
 from aioengine.engine.event_control import EngineController
-from aioengine.engine.input_processor import ProcessedInput, Prompt, read_request_options
+from aioengine.engine.input_processor import ProcessedInput, Prompt, check_request_options
 from aioengine.engine.long_prompts import hash_long_prompt
 from aioengine.engine.output_collector import OutputCollector
 from aioengine.engine.publishing import PublishOptions
@@ -113,7 +113,7 @@ class AsyncEngine(EngineLife):
         arrival_time = time.perf_counter()
         deadline = Deadline(timeout)
         self._running_core()
-        request_id, priority, cache_salt = read_request_options(request_id, priority, cache_salt)
+        request_id, priority, cache_salt = check_request_options(request_id, priority, cache_salt)
         assert self._submitter is not None
         self._submitter.check_request_id_is_free(request_id)
         self._check_admission()

@@ -240,8 +240,8 @@ def encode_bad_words(tokenizer: TextTokenizer, bad_words: Sequence[str]) -> list
     return list(token_ids)
 
 
-def read_request_options(request_id: object, priority: object, cache_salt: object) -> tuple[str | None, int, str | None]:
-    """What comes with a prompt, as plain values. Raises InvalidRequestError."""
+def check_request_options(request_id: object, priority: object, cache_salt: object) -> tuple[str | None, int, str | None]:
+    """Check what comes with a prompt; returns it as plain values. Raises InvalidRequestError."""
     return (
         _read_name("request_id", request_id, most=MAX_REQUEST_ID_CHARS),
         fields.whole("priority", priority, least=-(2**63), most=2**63 - 1),

@@ -107,11 +107,11 @@ class Submitter:
 
     def abort(self, request_id: str) -> bool:
         """End all continuations of a request with the reason "abort". False if no such request is live."""
-        return isinstance(request_id, str) and self._abort(self._output.scheduled_ids(request_id))
+        return self._abort(self._output.scheduled_ids(request_id))
 
     def abort_scheduled(self, scheduled_id: str) -> bool:
         """End one continuation, by the name that events show; others of the same request go on."""
-        return isinstance(scheduled_id, str) and self._abort([scheduled_id] if self._output.is_live(scheduled_id) else [])
+        return self._abort([scheduled_id] if self._output.is_live(scheduled_id) else [])
 
     def drop(self, collector: OutputCollector) -> None:
         """The consumer is gone: end its request, if it has not ended."""

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from aioengine.errors import ConfigError, ModelError
+from aioengine.errors import ModelError
 from aioengine.models.convert import convert_gguf, is_converted
 from aioengine.models.fetch import file_sha256
 from aioengine.models.files import ModelFiles, read_model_info
@@ -59,15 +59,11 @@ _REPOSITORY_IGNORED = ("consolidated*", "original/*", "onnx/*", "*/*.safetensors
 
 
 def cache_folder() -> Path:
-    """Raises ConfigError where the environment names a home that nobody has."""
     own = os.environ.get("AIOENGINE_CACHE")
+    if own:
+        return Path(own).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
-    try:
-        if own:
-            return Path(own).expanduser()
-        return (Path(base) if base else Path.home() / ".cache") / "aioengine"
-    except RuntimeError as error:
-        raise ConfigError(f"no folder for the cache: AIOENGINE_CACHE={own!r}: {error}") from error
+    return (Path(base) if base else Path.home() / ".cache") / "aioengine"
 
 
 def resolve_model(name: str, *, progress: bool = True, allow_download: bool = True) -> ModelFiles:
@@ -78,10 +74,7 @@ def resolve_model(name: str, *, progress: bool = True, allow_download: bool = Tr
     """
     if name in ALIASES:
         return _resolve_alias(name, progress=progress, allow_download=allow_download)
-    try:
-        path = Path(name).expanduser()
-    except RuntimeError as error:
-        raise ModelError(f"no model {name!r}: {error}") from error
+    path = Path(name).expanduser()
     if path.is_dir():
         return _resolve_folder(name, path.absolute())
     if path.is_file():

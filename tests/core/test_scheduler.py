@@ -384,10 +384,9 @@ def test_requests_of_the_same_step_share_the_prefix_that_the_first_one_computes(
 
 def test_salts_and_switched_off_caching_share_nothing() -> None:
     scheduler = make_scheduler()
-    for name, salt in (("a", "x"), ("b", "y"), ("c", None), ("d", "x"), ("e", ""), ("f", None)):
+    for name, salt in (("a", "x"), ("b", "y"), ("c", None), ("d", "x")):
         scheduler.add_request(make_request(name, 9, salt=salt))
-    scheduled = schedule(scheduler).num_scheduled_tokens
-    assert scheduled == {"a": 9, "b": 9, "c": 9, "d": 1, "e": 9, "f": 1}, "an empty salt is a salt; the door refuses it besides"
+    assert schedule(scheduler).num_scheduled_tokens == {"a": 9, "b": 9, "c": 9, "d": 1}
     scheduler = make_scheduler(cache={"enable_prefix_caching": False})
     for name in "ab":
         scheduler.add_request(make_request(name, 9))

@@ -57,7 +57,7 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     ([1], {"priority": 2**70}, r"priority must be an integer in \[-2\*\*63, 2\*\*63 - 1\], got 1180591620717411303424"),
     ([1], {"priority": 10**5000}, "priority .* got an integer of 16610 bits"),
     ([1, 10**5000], {}, "token id an integer of 16610 bits at position 1 is not in the vocabulary of 261"),
-    ([1], {"timeout": 10**400}, "timeout must be > 0 seconds and finite, or None, got an integer of 1329 bits"),
+    ([1], {"timeout": 10**400}, "timeout must be .* got an integer of 1329 bits"),
     ((token_id for token_id in [1]), {}, "got generator"),
     ({1, 2}, {}, "got set"),
     (np.array([1.0, 2.0]), {}, "item 0 is float"),
