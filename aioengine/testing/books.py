@@ -64,7 +64,6 @@ class WorkerBooks:
         self._last_step_id = output.step_id
         for req_id in output.finished_req_ids:
             self.requests.pop(req_id, None)
-            self.failed.pop(req_id, None)
         for req_id in output.preempted_req_ids:
             request = self.requests.get(req_id)
             expect(request is not None and request.has_slot, f"{req_id!r} is preempted without a slot")
@@ -72,6 +71,7 @@ class WorkerBooks:
             request.has_slot, request.block_ids, request.num_computed_tokens = False, [], 0
         for block_id in output.new_block_ids_to_zero:
             self._kv_cache[block_id] = [None] * self.block_size
+        self.failed = {req_id: cause for req_id, cause in self.failed.items() if req_id in self.requests}
         for new in output.scheduled_new_reqs:
             self._add(new)
         cached = output.scheduled_cached_reqs
