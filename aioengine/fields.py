@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import aioengine.values as values
@@ -161,19 +162,44 @@ def json_schema(name: str, value: object, *, most_chars: int) -> str | dict[str,
     return schema
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a value of a level goes, and how it is reached: by a key of an object, or as the next item of an array."""
+
+    container: Any
+    key: str | None
+    item: object
+    parent: _Place | None = None
+
+    def put(self, copy: object) -> None:
+        if self.key is None:
+            self.container.append(copy)
+        else:
+            self.container[self.key] = copy
+
+    def pointer(self) -> str:
+        """As JSON pointers are, with * for any item of an array."""
+        keys: list[str] = []
+        place: _Place | None = self
+        while place is not None and place.parent is not None:
+            keys.append("*" if place.key is None else place.key[:100])
+            place = place.parent
+        return "/" + "/".join(reversed(keys))
+
+
 def _plain_json(name: str, value: object) -> Any:
     """A copy of a JSON value, made level by level, so that one that holds itself ends at MAX_JSON_DEPTH."""
     result: list[Any] = []
-    level: list[tuple[Any, Any, object]] = [(result, None, value)]  # where each value of a level goes
+    level = [_Place(result, None, value)]
     num_values = 0
     for _ in range(MAX_JSON_DEPTH):
-        below: list[tuple[Any, Any, object]] = []
-        for place, key, item in level:
-            copy, inner = _plain_json_item(name, item)
-            if key is None:
-                place.append(copy)
-            else:
-                place[key] = copy
+        below: list[_Place] = []
+        for place in level:
+            try:
+                copy, inner = _plain_json_item(name, place)
+            except InvalidRequestError as exc:
+                raise InvalidRequestError(f"{exc} at {place.pointer()}"[:1000]) from None
+            place.put(copy)
             below += inner
         num_values += len(level)
         require(num_values + len(below) <= MAX_JSON_VALUES, f"{name} has more than {MAX_JSON_VALUES} values")
@@ -183,8 +209,9 @@ def _plain_json(name: str, value: object) -> Any:
     raise InvalidRequestError(f"{name} is nested deeper than {MAX_JSON_DEPTH} levels")
 
 
-def _plain_json_item(name: str, item: object) -> tuple[Any, list[tuple[Any, Any, object]]]:
+def _plain_json_item(name: str, at: _Place) -> tuple[Any, list[_Place]]:
     """A value without what it holds, and what it holds, with the place for each."""
+    item = at.item
     if item is None or isinstance(item, bool):
         return item, []
     if isinstance(item, Mapping):
@@ -195,14 +222,14 @@ def _plain_json_item(name: str, item: object) -> tuple[Any, list[tuple[Any, Any,
             if plain_key is None:
                 raise InvalidRequestError(f"{name} must have strings as keys, got {shorten(key)}")
             check_unicode(f"a key of {name}", plain_key)
-            inner.append((object_, plain_key, value))
+            inner.append(_Place(object_, plain_key, value, at))
         return object_, inner
     if isinstance(item, str):
         check_unicode(f"a text in {name}", item)
         return values.text(item), []
     if isinstance(item, (list, tuple)):
         array: list[Any] = []
-        return array, [(array, None, value) for value in item]
+        return array, [_Place(array, None, value, at) for value in item]
     if (plain_flag := values.flag(item)) is not None:
         return plain_flag, []
     plain: float | None = values.whole(item)

@@ -13,6 +13,7 @@ from aioengine import InvalidRequestError, SamplingParams
 from aioengine.sampling_params import StructuredOutputsParams
 from aioengine.values import shorten
 
+OF_64_BITS = "structured_outputs.json is not valid JSON: it must hold JSON values, with integers of 64 bits"
 ENDLESS: dict[str, Any] = {}
 ENDLESS["self"] = [ENDLESS, ENDLESS]
 
@@ -83,6 +84,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 STRUCTURED_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"json": {1: 2}}, "structured_outputs.json must have strings as keys, got 1"),
+    ({"json": {"a": [{"b": 2**70}]}}, f"{OF_64_BITS}, got 1180591620717411303424 at /a/*/b"),
     ({"json": {"a": [{"b": "\ud800"}]}}, "a text in structured_outputs.json is not valid Unicode: '\\ud800' at position 0"),
     ({"json": {"\ud800": 1}}, "a key of structured_outputs.json is not valid Unicode"),
     ({"json": '{"const": "\\uD800"}'}, "a text in structured_outputs.json is not valid Unicode"),
