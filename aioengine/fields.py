@@ -14,6 +14,7 @@ from aioengine.values import shorten
 
 MAX_JSON_DEPTH = 200  # levels: what encoders and parsers that go down by recursion can take
 MAX_JSON_VALUES = 1 << 18
+MAX_JSON_INTEGER_BITS = 4096  # Python itself refuses to write integers of more than 4300 digits
 _SURROGATE_ESCAPE = "\\ud"
 
 
@@ -145,11 +146,14 @@ def _are_plain_biases(given: dict[Any, Any], bound: float) -> bool:
 
 
 def json_schema(name: str, value: object, *, most_chars: int) -> str | dict[str, Any]:
-    """A schema as text, or a copy of one that was given as a mapping: plain JSON values that have a wire form."""
+    """A schema as text, or a copy of one that was given as a mapping: plain JSON values that have a wire form.
+
+    One with integers of more than 64 bits, which not every reader of JSON takes, becomes text.
+    """
     if isinstance(value, Mapping):
-        copy = _plain_json(name, value)
+        copy, has_wide_integers = _plain_json(name, value)
         assert isinstance(copy, dict)
-        return copy
+        return json.dumps(copy) if has_wide_integers else copy
     schema = text(f"{name} must be a mapping or a non-empty text", name, value)
     require(len(schema) <= most_chars, f"{name} has {len(schema)} characters, at most {most_chars} are taken")
     if _SURROGATE_ESCAPE in schema.lower():  # an escape says what the text itself may not hold
@@ -187,9 +191,11 @@ class _Place:
         return "/" + "/".join(reversed(keys))
 
 
-def _plain_json(name: str, value: object) -> Any:
-    """A copy of a JSON value, made level by level, so that one that holds itself ends at MAX_JSON_DEPTH."""
+def _plain_json(name: str, value: object) -> tuple[Any, bool]:
+    """A copy of a JSON value, made level by level, so that one that holds itself ends at MAX_JSON_DEPTH; whether there are
+    integers of more than 64 bits in it."""
     result: list[Any] = []
+    has_wide_integers = False
     level = [_Place(result, None, value)]
     num_values = 0
     for _ in range(MAX_JSON_DEPTH):
@@ -201,10 +207,11 @@ def _plain_json(name: str, value: object) -> Any:
                 raise InvalidRequestError(f"{exc} at {place.pointer()}"[:1000]) from None
             place.put(copy)
             below += inner
+            has_wide_integers |= isinstance(copy, int) and not -(2**63) <= copy < 2**64
         num_values += len(level)
         require(num_values + len(below) <= MAX_JSON_VALUES, f"{name} has more than {MAX_JSON_VALUES} values")
         if not below:
-            return result[0]
+            return result[0], has_wide_integers
         level = below
     raise InvalidRequestError(f"{name} is nested deeper than {MAX_JSON_DEPTH} levels")
 
@@ -221,11 +228,11 @@ def _plain_json_item(name: str, at: _Place) -> tuple[Any, list[_Place]]:
             plain_key = values.text(key)
             if plain_key is None:
                 raise InvalidRequestError(f"{name} must have strings as keys, got {shorten(key)}")
-            check_unicode(f"a key of {name}", plain_key)
+            check_unicode(f"{name} is not valid JSON: a key in it", plain_key)
             inner.append(_Place(object_, plain_key, value, at))
         return object_, inner
     if isinstance(item, str):
-        check_unicode(f"a text in {name}", item)
+        check_unicode(f"{name} is not valid JSON: a text in it", item)
         return values.text(item), []
     if isinstance(item, (list, tuple)):
         array: list[Any] = []
@@ -235,6 +242,7 @@ def _plain_json_item(name: str, at: _Place) -> tuple[Any, list[_Place]]:
     plain: float | None = values.whole(item)
     if plain is None:
         plain = values.number(item)
-    if plain is None or (isinstance(plain, int) and not -(2**63) <= plain < 2**64):
-        raise InvalidRequestError(f"{name} is not valid JSON: it must hold JSON values, with integers of 64 bits, got {shorten(item)}")
+    if plain is None or (isinstance(plain, int) and plain.bit_length() > MAX_JSON_INTEGER_BITS):
+        limit = f"integers of at most {MAX_JSON_INTEGER_BITS} bits"
+        raise InvalidRequestError(f"{name} is not valid JSON: it must hold JSON values, with {limit}, got {shorten(item)}")
     return plain, []

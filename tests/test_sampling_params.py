@@ -13,7 +13,7 @@ from aioengine import InvalidRequestError, SamplingParams
 from aioengine.sampling_params import StructuredOutputsParams
 from aioengine.values import shorten
 
-OF_64_BITS = "structured_outputs.json is not valid JSON: it must hold JSON values, with integers of 64 bits"
+OF_BITS = "structured_outputs.json is not valid JSON: it must hold JSON values, with integers of at most 4096 bits"
 ENDLESS: dict[str, Any] = {}
 ENDLESS["self"] = [ENDLESS, ENDLESS]
 
@@ -84,14 +84,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 STRUCTURED_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"json": {1: 2}}, "structured_outputs.json must have strings as keys, got 1"),
-    ({"json": {"a": [{"b": 2**70}]}}, f"{OF_64_BITS}, got 1180591620717411303424 at /a/*/b"),
-    ({"json": {"a": [{"b": "\ud800"}]}}, "a text in structured_outputs.json is not valid Unicode: '\\ud800' at position 0"),
-    ({"json": {"\ud800": 1}}, "a key of structured_outputs.json is not valid Unicode"),
-    ({"json": '{"const": "\\uD800"}'}, "a text in structured_outputs.json is not valid Unicode"),
+    ({"json": {"a": [{"b": 10**5000}]}}, f"{OF_BITS}, got an integer of 16610 bits at /a/*/b"),
     (
-        {"json": {"maximum": 10**400}},
-        "structured_outputs.json is not valid JSON: it must hold JSON values, with integers of 64 bits",
+        {"json": {"a": [{"b": "\ud800"}]}},
+        "structured_outputs.json is not valid JSON: a text in it is not valid Unicode: '\\ud800' at position 0 at /a/*/b",
     ),
+    ({"json": {"\ud800": 1}}, "structured_outputs.json is not valid JSON: a key in it is not valid Unicode"),
+    ({"json": '{"const": "\\uD800"}'}, "structured_outputs.json is not valid JSON: a text in it is not valid Unicode"),
     ({"json": {"enum": {1, 2}}}, "structured_outputs.json is not valid JSON: it must hold JSON values"),
     ({"json": ENDLESS}, "structured_outputs.json has more than 262144 values"),
     ({"json": 5}, "structured_outputs.json must be a mapping or a non-empty text, got 5"),
@@ -109,6 +108,11 @@ STRUCTURED_REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_a_wrong_value_of_structured_outputs_is_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"^{re.escape(message)}"):
         StructuredOutputsParams(**options)
+
+
+def test_a_schema_with_integers_that_the_wire_does_not_have_becomes_text() -> None:
+    params = StructuredOutputsParams(json={"default": 2**70, "maxLength": 3})
+    assert params.json == '{"default": 1180591620717411303424, "maxLength": 3}'
 
 
 def test_a_schema_is_a_copy() -> None:
