@@ -27,7 +27,7 @@ def number(name: str, value: object, *, least: float, most: float, above_least: 
     """A finite number in [least, most], or in (least, most]."""
     plain = values.number(value)
     if plain is None or not least <= plain <= most or (above_least and plain == least):
-        raise InvalidRequestError(f"{name} must be a number in {'(' if above_least else '['}{least:g}, {most:g}], got {shorten(value)}")
+        raise InvalidRequestError(f"{name} must be in {'(' if above_least else '['}{least:g}, {most:g}], got {shorten(value)}")
     return plain
 
 
