@@ -35,7 +35,10 @@ def whole(name: str, value: object, *, least: int, most: int, note: str = "") ->
     """An integer in [least, most]."""
     plain = values.whole(value)
     if plain is None or not least <= plain <= most:
-        raise InvalidRequestError(f"{name} must be an integer in [{_limit(least)}, {_limit(most)}]{note}, got {shorten(value)}")
+        # A limit that nobody comes near is told to those who pass it.
+        is_far = most >= 2**31 - 1 and (plain is None or plain < least)
+        limits = f">= {_limit(least)}" if is_far else f"in [{_limit(least)}, {_limit(most)}]"
+        raise InvalidRequestError(f"{name} must be an integer {limits}{note}, got {shorten(value)}")
     return plain
 
 

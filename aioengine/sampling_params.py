@@ -298,5 +298,5 @@ _WHOLE_RANGES = (  # name, from, to, and what else may be said: "None" at the en
     ("max_tokens", 1, MAX_NUM_TOKENS, " or None"),
     ("logprobs", 0, MAX_LOGPROBS, " or None"),
     ("prompt_logprobs", 0, MAX_LOGPROBS, " or None"),
-    ("truncate_prompt_tokens", -1, MAX_NUM_TOKENS, " without 0, or None"),
+    ("truncate_prompt_tokens", -1, MAX_NUM_TOKENS, ", without 0, or None"),
 )
