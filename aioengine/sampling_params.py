@@ -84,7 +84,8 @@ class StructuredOutputsParams:
 
     def __post_init__(self) -> None:
         for name in ("json_object", "disable_any_whitespace"):
-            object.__setattr__(self, name, fields.flag(f"structured_outputs.{name}", getattr(self, name)))
+            value = getattr(self, name)  # None: not asked for, as for the other fields
+            object.__setattr__(self, name, value is not None and fields.flag(f"structured_outputs.{name}", value))
         given = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]
         given += ["json_object"] if self.json_object else []
         require(

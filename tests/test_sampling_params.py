@@ -115,6 +115,12 @@ def test_a_schema_with_integers_that_the_wire_does_not_have_becomes_text() -> No
     assert params.json == '{"default": 1180591620717411303424, "maxLength": 3}'
 
 
+def test_flags_of_structured_outputs_may_be_none() -> None:
+    nothing: Any = None
+    given = StructuredOutputsParams(regex="a", json_object=nothing, disable_any_whitespace=nothing)
+    assert given == StructuredOutputsParams(regex="a")
+
+
 def test_a_schema_is_a_copy() -> None:
     schema: dict[str, Any] = {"properties": {"a": {"type": "string", "maxLength": np.int64(3)}}, "required": ("a",)}
     params = StructuredOutputsParams(json=schema)
