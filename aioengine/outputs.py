@@ -10,10 +10,18 @@ FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """The log-probability of one token at one position; rank 1 is the most likely token."""
+    """The log-probability of one token at one position; rank 1 is the most likely token.
+
+    decoded_token, token_bytes: the token's text by itself, and the bytes that it stands for: those of a piece of a character are
+    no text, and show as U+FFFD. None where the engine has no tokenizer, with `detokenize=False`, or, the bytes alone, where the
+    tokenizer does not tell.
+    """
 
     logprob: float
     rank: int
+    # Functions of the token, filled in by the engine before anybody sees the entry.
+    decoded_token: str | None = field(default=None, compare=False)
+    token_bytes: bytes | None = field(default=None, compare=False)
 
 
 TokenLogprobs = dict[int, Logprob]

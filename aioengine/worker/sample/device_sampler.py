@@ -63,7 +63,7 @@ def sampling_arrays(batch: SamplingBatch, slots: npt.NDArray[np.int64], *, vocab
         slots.astype(np.int32),
         batch.temperature,
         np.minimum(batch.top_k, vocab_size).astype(np.int32),
-        batch.top_p.astype(np.float32),
+        np.maximum(batch.top_p.astype(np.float32), np.finfo(np.float32).tiny),  # what float64 has below is 0 in float32
         np.exp(batch.log_min_p),
         batch.seeds.view(np.int64),
         batch.output_indices.astype(np.int32),

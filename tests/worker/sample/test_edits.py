@@ -242,7 +242,7 @@ def test_a_row_that_cannot_be_sampled_from_fails_alone(options: dict[str, Any], 
     if everywhere:
         logits[1] = value
     elif value == -math.inf:
-        rows[1] = ([1], [], {**rows[1][2], "allowed_token_ids": [4], "bad_words_token_ids": ((4,),)})
+        rows[1] = ([1], [2], {**rows[1][2], "allowed_token_ids": [4], "bad_words_token_ids": ((2, 4),)})
     else:
         logits[1, 7] = value
     output = on_host(logits, rows)
