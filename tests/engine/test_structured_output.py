@@ -16,6 +16,8 @@ from aioengine.events.step_event import StepEvent
 from aioengine.executor.base import GrammarOutput
 from aioengine.outputs import ModelRunnerOutput, RequestOutput
 from aioengine.sampling_params import SamplingParams, StructuredOutputsParams
+from aioengine.structured_output import compiler
+from aioengine.structured_output.compiler import build_grammar
 from aioengine.structured_output.manager import StructuredOutputManager
 from aioengine.structured_output.matcher import GrammarError
 from aioengine.testing import EOS_TOKEN_ID, FakeExecutor, scripted
@@ -275,14 +277,13 @@ async def test_a_failing_step_fails_the_stream_while_another_waits_to_be_sampled
 
 async def test_shutdown_while_a_grammar_is_compiled(start_rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     started, go_on = threading.Event(), threading.Event()
-    compile_it = StructuredOutputManager._compile
 
-    def slowly(self: StructuredOutputManager, params: StructuredOutputsParams) -> Any:
+    def slowly(*args: Any, **options: Any) -> Any:
         started.set()
         go_on.wait(5)
-        return compile_it(self, params)
+        return build_grammar(*args, **options)
 
-    monkeypatch.setattr(StructuredOutputManager, "_compile", slowly)
+    monkeypatch.setattr(compiler, "build_grammar", slowly)
     async with start_rig() as rig:
         task = asyncio.create_task(final(rig, [1], params()))
         queued = asyncio.create_task(final(rig, [1], params("b")))

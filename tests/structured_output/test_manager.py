@@ -12,8 +12,10 @@ import pytest
 
 from aioengine.errors import InvalidRequestError
 from aioengine.sampling_params import SamplingParams, StructuredOutputsParams
+from aioengine.structured_output.compile_thread import STACK_BYTES
+from aioengine.structured_output.compiler import MAX_CACHED_GRAMMARS
 from aioengine.structured_output.grammar import MAX_GRAMMAR_CHARS, MAX_RULES
-from aioengine.structured_output.manager import COMPILE_STACK_BYTES, MAX_CACHED_GRAMMARS, StructuredOutputManager
+from aioengine.structured_output.manager import StructuredOutputManager
 from aioengine.structured_output.matcher import GrammarError, GrammarMatcher
 from aioengine.testing import EOS_TOKEN_ID, FakeTokenizer
 
@@ -236,7 +238,7 @@ async def test_the_vocabulary_is_built_once_and_beside_the_loop(monkeypatch: pyt
     await asyncio.gather(*(manager.compile(StructuredOutputsParams(regex=f"a{{{n}}}")) for n in range(1, 9)))
     assert len(threads) == 1
     assert threads[0] != threading.get_ident()
-    assert threading.stack_size() != COMPILE_STACK_BYTES, "other threads keep their size"
+    assert threading.stack_size() != STACK_BYTES, "other threads keep their size"
     manager.shutdown()
 
 
@@ -246,7 +248,7 @@ async def test_grammars_are_compiled_once_and_not_kept_for_ever(manager: Structu
     assert await manager.compile(StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True)) is not first
     for n in range(1, MAX_CACHED_GRAMMARS):
         await manager.compile(StructuredOutputsParams(regex=f"a{{{n}}}"))
-    assert len(manager._cache) == MAX_CACHED_GRAMMARS
+    assert len(manager._compiler._cache) == MAX_CACHED_GRAMMARS
     assert await manager.compile(StructuredOutputsParams(json=SCHEMA)) is not first, "the oldest had to go"
 
 
