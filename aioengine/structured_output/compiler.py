@@ -128,9 +128,8 @@ class GrammarCompiler:
                 raise EngineOverloadedError(
                     f"{self._num_running} grammars are being compiled, and at most {MAX_RUNNING_COMPILES} may be: they take long"
                 )
-            thread = CompileThread(
-                partial(build_grammar, vocabulary, text, kind, eos_token_ids=self._eos_token_ids), name="aioengine-grammar"
-            )
+            build = partial(build_grammar, vocabulary, text, kind, eos_token_ids=self._eos_token_ids)
+            thread = CompileThread(build, name="aioengine-grammar")
             self._num_running += 1
             thread.done.add_done_callback(partial(self._on_ended, text))
             await asyncio.wait([thread.done], timeout=SLOW_COMPILE_S)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aioengine.errors import InvalidRequestError
 from aioengine.sampling_params import StructuredOutputsParams
 from aioengine.structured_output.schema_limits import check_numbers, with_sound_patterns
+
+if TYPE_CHECKING:
+    from llguidance import JsonCompileOptions
 
 MAX_GRAMMAR_CHARS = 1 << 20
 """Of a schema, regular expression or grammar; of all choices together."""
@@ -59,10 +62,10 @@ def _json_grammar(params: StructuredOutputsParams) -> str:
 
     schema = {"type": "object"} if params.json is None else _read_schema(params.json)
     # "lenient" would ignore keywords that are not implemented; a schema may ask for it in "x-guidance", hence an override.
-    overrides: dict[str, Any] = {"lenient": False}
+    overrides: JsonCompileOptions = {"lenient": False}
     own = schema.get("x-guidance") if isinstance(schema, dict) else None
     if params.disable_any_whitespace:
-        overrides |= {"whitespace_flexible": False, "whitespace_pattern": None}
+        overrides["whitespace_flexible"], overrides["whitespace_pattern"] = False, None
     elif not isinstance(own, dict) or not {"whitespace_pattern", "whitespace_flexible"} & own.keys():
         overrides["whitespace_pattern"] = WHITESPACE
     try:
