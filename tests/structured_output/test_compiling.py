@@ -178,4 +178,4 @@ async def test_a_choice_of_twenty_thousand_texts_can_be_made(manager: Structured
 async def test_what_is_bound_to_fail_in_generation_is_refused_when_it_is_submitted(manager: StructuredOutputManager, before: str) -> None:
     too_many = " | ".join(f'"option {number}" x' for number in range(2_500))
     with pytest.raises(InvalidRequestError, match=r"structured_outputs.grammar cannot be used: .*items; max is 2000"):
-        await manager.compile(StructuredOutputsParams(grammar=f"start: {before}item\nitem: {too_many}\nx: \"x\""))
+        await manager.compile(StructuredOutputsParams(grammar=f'start: {before}item\nitem: {too_many}\nx: "x"'))

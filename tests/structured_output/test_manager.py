@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -264,3 +265,68 @@ async def test_live_requests(manager: StructuredOutputManager) -> None:
     manager.remove("x")
     assert "x" not in manager
     assert len(manager) == 1
+
+
+async def test_white_space_between_the_tokens_of_json_is_bounded(manager: StructuredOutputManager) -> None:
+    """A small model writes newlines for ever where nothing stops it."""
+    for given in ({"json_object": True}, {"json": {"type": "object"}}, {"json": '{"type": "array"}'}):
+        grammar = await manager.compile(StructuredOutputsParams(**given))
+        start, end = "[]" if "array" in str(given) else "{}"
+        assert matches(grammar.start(SamplingParams()), f"{start}{' ' * 16}{end}")
+        assert not matches(grammar.start(SamplingParams()), f"{start}{' ' * 17}{end}")
+
+
+@pytest.mark.parametrize(
+    ("own", "options", "good", "bad"),
+    [
+        ({"whitespace_pattern": "[ ]{1,40}"}, {}, "{" + " " * 40 + "}", "{" + " " * 41 + "}"),
+        ({"whitespace_flexible": False}, {}, "{}", "{ }"),
+        ({"whitespace_pattern": "[ ]+"}, {"disable_any_whitespace": True}, "{}", "{ }"),
+    ],
+)
+async def test_a_schema_may_have_white_space_of_its_own(
+    manager: StructuredOutputManager, own: dict[str, Any], options: dict[str, Any], good: str, bad: str
+) -> None:
+    grammar = await manager.compile(StructuredOutputsParams(json={"type": "object", "x-guidance": own}, **options))
+    assert matches(grammar.start(SamplingParams()), good)
+    assert not matches(grammar.start(SamplingParams()), bad)
+
+
+@pytest.mark.parametrize(
+    ("schema", "cause"),
+    [
+        ({"type": "integer", "minimum": 2**53 + 1}, r"9007199254740993 at /minimum"),
+        ({"properties": {"default": {"const": -(2**70)}}}, "at /properties/default/const"),
+        ({"enum": [1, 904.4924567151611]}, "904.4924567151611 at /enum/1"),
+        ({"exclusiveMaximum": 1e300}, r"1e\+300 at /exclusiveMaximum"),
+        ({"items": {"multipleOf": 10**400}}, "at /items/multipleOf"),
+        ('{"const": 1e400}', "at /const"),
+        ({"pattern": "[\x00-\x1f]"}, "control characters"),
+        ({"pattern": r"\p{Cc}"}, "control characters"),
+        ({"patternProperties": {r"^\P{P}$": {}}}, "control characters"),
+        ({"const": "\ud800"}, "not valid JSON"),
+    ],
+    ids=str,
+)  # fmt: skip
+async def test_what_the_compiler_of_schemas_would_read_differently_is_refused(
+    manager: StructuredOutputManager, schema: Any, cause: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=f"structured_outputs.json .*{cause}"):
+        await manager.compile(StructuredOutputsParams(json=schema))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [r'^[^"]$', r"^[^\\]$", r'^[^"\\]$', r"^[^\x00-\x1f]$", r"^[^]a]$", r"^[^-a]$", r"^[]a]$", r"^\[\^$", "^.$", r"^[^\p{Cc}]$", "^a--b$"],
+)
+async def test_a_pattern_means_inside_a_string_what_it_says(manager: StructuredOutputManager, pattern: str) -> None:
+    grammar = await manager.compile(StructuredOutputsParams(json={"type": "string", "pattern": pattern}))
+    is_control = r"\p{Cc}" in pattern
+    for text in [chr(code) for code in range(1, 127)] + ["[^", "a--b"]:
+        wanted = ord(text[0]) >= 32 if is_control and len(text) == 1 else not is_control and re.search(pattern, text) is not None
+        assert matches(grammar.start(SamplingParams()), json.dumps(text)) == wanted, text
+
+
+async def test_numbers_in_comments_and_exact_ones_are_taken(manager: StructuredOutputManager) -> None:
+    schema = {"default": 2**70, "examples": [1e300], "type": "integer", "minimum": -(2**53), "maximum": 2**53, "multipleOf": 0.5}
+    await manager.compile(StructuredOutputsParams(json=schema))
