@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,13 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 NO_NEXT_TOKEN = "no token of the vocabulary can come next"
+
+MAX_MASK_S = 1.0
+"""Seconds of a processor's time. All requests of a step wait for a mask, so a grammar that takes longer ends its own."""
+
+_LONG_TEXT_BYTES = 512
+_REST_BYTES = 64
+"""A longer text without alternatives is cut into tokens once, but for its last bytes, whose tokens depend on what follows."""
 
 _MAX_MESSAGE_CHARS = 600
 
@@ -56,6 +65,7 @@ class GrammarMatcher:
         self._is_complete = False
         self._error: str | None = None
         self._written_as_is = b""  # forced text that the tokenizer was seen to write as it is
+        self._planned: deque[int] = deque()  # the next tokens, of a long forced text
 
     @property
     def is_complete(self) -> bool:
@@ -73,6 +83,8 @@ class GrammarMatcher:
             if self._is_complete or self._error is not None:
                 break
             self._token_ids.append(token_id)
+            if self._planned and self._planned.popleft() != token_id:
+                self._planned.clear()
             if not self._matcher.consume_token(token_id):
                 self._error = explain(self._matcher.get_error())
             elif self._matcher.is_stopped():
@@ -88,10 +100,15 @@ class GrammarMatcher:
             raise GrammarError(self._error)
         if self._is_complete:
             return grammar.eos_bits.to_bytes(grammar.num_mask_bytes, "little")
+        if self._planned:
+            return self._only(self._planned[0])
+        start = time.thread_time()
         mask = self._matcher.compute_bitmask()
         forced = self._matcher.compute_ff_bytes()
         if self._matcher.is_error():  # the mask of a matcher in error allows the end
             raise GrammarError(explain(self._matcher.get_error()))
+        if (duration := time.thread_time() - start) > MAX_MASK_S:
+            raise GrammarError(f"it took {duration:.1f} s to find out what may come next, at most {MAX_MASK_S:g} s are given")
         if forced:
             mask = self._as_written(mask, forced)
         if grammar.misread_bits:
@@ -110,13 +127,28 @@ class GrammarMatcher:
         if not text or self._written_as_is.endswith(text):
             return mask
         vocabulary = self._grammar.vocabulary
-        if vocabulary.writes(text):
+        token_ids = vocabulary.tokens_of(text)
+        if token_ids is not None:
             self._written_as_is = text
-            return mask
-        token_id = vocabulary.longest_token(text)
-        if token_id is None:
-            raise GrammarError(NO_NEXT_TOKEN)
-        return (1 << token_id).to_bytes(len(mask), "little")
+            if len(text) <= _LONG_TEXT_BYTES:
+                return mask
+        else:
+            token_ids = vocabulary.spell(text)
+            if not token_ids:
+                raise GrammarError(NO_NEXT_TOKEN)
+        if len(text) > _LONG_TEXT_BYTES:
+            self._plan(token_ids, num_bytes=len(text) - _REST_BYTES)
+        return self._only(token_ids[0])
+
+    def _plan(self, token_ids: Sequence[int], *, num_bytes: int) -> None:
+        for token_id in token_ids:
+            num_bytes -= len(self._grammar.vocabulary.trie.decode_bytes([token_id]))
+            if num_bytes < 0:
+                break
+            self._planned.append(token_id)
+
+    def _only(self, token_id: int) -> bytes:
+        return (1 << token_id).to_bytes(self._grammar.num_mask_bytes, "little")
 
     def _without_misread(self, mask: bytes) -> bytes:
         rest = int.from_bytes(mask, "little") & ~self._grammar.misread_bits

@@ -22,29 +22,33 @@ class Vocabulary:
     trie: LLTokenizer
     misread: frozenset[int] = frozenset()
 
-    def writes(self, text: bytes) -> bool:
-        """The tokenizer writes `text` in tokens that stand for it, byte by byte.
+    def tokens_of(self, text: bytes) -> list[int] | None:
+        """The tokens that the tokenizer writes `text` in, if they stand for it byte by byte; None if they do not.
 
-        It need not: where the text spells a special token it finds that one, and a normalizer may write another text.
+        They need not: where the text spells a special token it finds that one, and a normalizer may write another text.
         """
-        written = b""
-        for token_id in self.trie.tokenize_bytes(text):
-            if not self._is_text(token_id):
-                return False
-            written += self.trie.decode_bytes([token_id])
-        return written == text
+        token_ids: list[int] = self.trie.tokenize_bytes(text)
+        if not all(self._is_text(token_id) for token_id in token_ids) or self.trie.decode_bytes(token_ids) != text:
+            return None
+        return token_ids
 
-    def longest_token(self, text: bytes) -> int | None:
-        """The token that stands for as much of the beginning of `text` as any; None if there is none."""
+    def spell(self, text: bytes) -> list[int]:
+        """`text` in the longest tokens that stand for its next bytes; cut off where there is none."""
         try:
             start = text.decode()
         except UnicodeDecodeError as exc:
             start = text[: exc.start].decode()
         # The rest of a character whose first bytes are written already is no text; then the trie is asked all the same.
-        tokens = self.trie.greedy_tokenize(start) if start else self.trie.tokenize_bytes(_rest_of_character(text))
-        if not tokens or not self._is_text(tokens[0]) or not text.startswith(self.trie.decode_bytes([tokens[0]])):
-            return None
-        return tokens[0]
+        token_ids = self.trie.greedy_tokenize(start) if start else self.trie.tokenize_bytes(_rest_of_character(text))
+        spelled: list[int] = []
+        place = 0
+        for token_id in token_ids:
+            piece = self.trie.decode_bytes([token_id])
+            if not self._is_text(token_id) or not text.startswith(piece, place):
+                break
+            spelled.append(token_id)
+            place += len(piece)
+        return spelled
 
     def _is_text(self, token_id: int) -> bool:
         return not self.trie.is_special_token(token_id) and token_id not in self.misread

@@ -7,16 +7,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from aioengine.errors import EngineDeadError, EngineOverloadedError, InvalidRequestError
 from aioengine.sampling_params import SamplingParams, StructuredOutputsParams
-from aioengine.structured_output import compiler
+from aioengine.structured_output import compiler, matcher
 from aioengine.structured_output.compiler import MAX_FAST_COMPILES, MAX_RUNNING_COMPILES, build_grammar
 from aioengine.structured_output.manager import StructuredOutputManager
+from aioengine.structured_output.matcher import GrammarError
 from aioengine.testing import EOS_TOKEN_ID, FakeTokenizer
 from tests.structured_output.vocabularies import allowed
 
@@ -57,6 +58,14 @@ def manager() -> Iterator[StructuredOutputManager]:
     made.shutdown()
 
 
+async def until(is_true: Callable[[], bool]) -> None:
+    for _ in range(500):
+        if is_true():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not come true within 5 s")
+
+
 async def test_slow_grammars_hold_up_neither_cached_nor_new_ones(manager: StructuredOutputManager, gate: Gate) -> None:
     cached = await manager.compile(regex("cached"))
     slow = [asyncio.create_task(manager.compile(regex(f"{SLOW}{n}"))) for n in range(MAX_FAST_COMPILES + 2)]
@@ -87,16 +96,14 @@ async def test_a_time_limit(manager: StructuredOutputManager, gate: Gate, monkey
             await asyncio.wait_for(manager.compile(regex(SLOW)), 5)
     assert len(gate.built) == 1, "the second one is refused at once, while the thread of the first is still at it"
     gate.opened.set()
-    while manager._compiler._too_slow:
-        await asyncio.sleep(0.01)
+    await until(lambda: not manager._compiler._too_slow)
     await manager.compile(regex(SLOW))
     assert len(gate.built) == 1, "what came too late is there for those who ask again"
 
 
 async def test_no_more_than_so_many_threads(manager: StructuredOutputManager, gate: Gate) -> None:
     slow = [asyncio.create_task(manager.compile(regex(f"{SLOW}{n}"))) for n in range(MAX_RUNNING_COMPILES)]
-    while len(gate.built) < MAX_RUNNING_COMPILES:
-        await asyncio.sleep(0.01)
+    await until(lambda: len(gate.built) == MAX_RUNNING_COMPILES)
     with pytest.raises(EngineOverloadedError, match=f"at most {MAX_RUNNING_COMPILES}"):
         await manager.compile(regex("one more"))
     gate.opened.set()
@@ -118,7 +125,7 @@ HOPELESS = """
 import asyncio, time
 from aioengine.errors import InvalidRequestError
 from aioengine.sampling_params import StructuredOutputsParams
-from aioengine.structured_output import compiler
+from aioengine.structured_output import compiler, matcher
 from aioengine.structured_output.manager import StructuredOutputManager
 from aioengine.testing import FakeTokenizer
 
@@ -167,11 +174,11 @@ async def test_a_choice_of_twenty_thousand_texts_can_be_made(manager: Structured
     texts = [f"option {number} of many" for number in range(20_000)]
     grammar = await manager.compile(StructuredOutputsParams(choice=texts))
     for text in texts[:: 20_000 // 3]:
-        matcher = grammar.start(SamplingParams())
+        state = grammar.start(SamplingParams())
         for token_id in text.encode():
-            assert token_id in allowed(matcher.bitmask())
-            assert matcher.accept([token_id]) is None
-        assert matcher.is_complete or EOS_TOKEN_ID in allowed(matcher.bitmask())
+            assert token_id in allowed(state.bitmask())
+            assert state.accept([token_id]) is None
+        assert state.is_complete or EOS_TOKEN_ID in allowed(state.bitmask())
 
 
 @pytest.mark.parametrize("before", ["", '"in front" ', '("a" | "b") '])
@@ -179,3 +186,13 @@ async def test_what_is_bound_to_fail_in_generation_is_refused_when_it_is_submitt
     too_many = " | ".join(f'"option {number}" x' for number in range(2_500))
     with pytest.raises(InvalidRequestError, match=r"structured_outputs.grammar cannot be used: .*items; max is 2000"):
         await manager.compile(StructuredOutputsParams(grammar=f'start: {before}item\nitem: {too_many}\nx: "x"'))
+
+
+async def test_a_grammar_whose_masks_take_too_long_is_refused(manager: StructuredOutputManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All requests of a step wait for its masks."""
+    grammar = await manager.compile(regex("fast"))
+    monkeypatch.setattr(matcher, "MAX_MASK_S", 0.0)
+    with pytest.raises(InvalidRequestError, match=r"structured_outputs.regex cannot be used: it took .* s to find out what may come next"):
+        await manager.compile(regex("slow"))
+    with pytest.raises(GrammarError, match="at most 0 s are given"):
+        grammar.start(SamplingParams()).bitmask()

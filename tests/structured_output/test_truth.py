@@ -17,7 +17,7 @@ from aioengine.models.tokenizer import Tokenizer, load_tokenizer
 from aioengine.sampling_params import SamplingParams, StructuredOutputsParams
 from aioengine.structured_output.manager import StructuredOutputManager
 from aioengine.structured_output.matcher import CompiledGrammar
-from aioengine.structured_output.vocabulary import build_vocabulary
+from aioengine.structured_output.vocabulary import Vocabulary, build_vocabulary
 from tests.structured_output.vocabularies import ALL, EOS_TOKEN_ID, SPECIAL, text_of, walk
 
 AWKWARD = [*SPECIAL, "<tool>", "hello world", "▁", "a▁ b", "e\u0301", "é", "\n", '"', "\\", " ", "<0x41>", "😀", "\x7f", "<[2]>", "ÿ"]
@@ -63,6 +63,25 @@ def test_a_forced_text_is_written_as_it_is(tokenizer: Tokenizer, text: str) -> N
     _, written = walk(json_grammar, tokenizer, rng)
     assert written is not None
     assert json.loads(written) == {text: text}
+
+
+def test_a_long_forced_text_is_cut_into_tokens_once(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time would take time in proportion to the text, for each of its tokens, in the event loop."""
+    rng = random.Random(1)
+    plain = "".join(rng.choice(["yes ", "abc", "é", "no\n"]) for _ in range(1_500))
+    texts = [plain, plain[:1_000] + "<|im_end|>" + plain, plain + "e\u0301"]
+    calls: list[int] = []
+    tokens_of = Vocabulary.tokens_of
+    monkeypatch.setattr(Vocabulary, "tokens_of", lambda self, text: calls.append(len(text)) or tokens_of(self, text))
+    grammars = compile_all(tokenizer, [{"choice": [text]} for text in texts] + [{"regex": f"(a|b)({texts[1].replace('|', '.')})c"}])
+    for grammar, text in zip(grammars[:3], texts, strict=True):
+        calls.clear()
+        _, written = walk(grammar, tokenizer, rng, max_tokens=10_000)
+        assert written == text
+        assert len([length for length in calls if length > 512]) <= 2
+    _, written = walk(grammars[3], tokenizer, rng, max_tokens=10_000)
+    assert written is not None
+    assert re.fullmatch(f"(a|b)({texts[1].replace('|', '.')})c", written)
 
 
 def random_text(rng: random.Random) -> str:
