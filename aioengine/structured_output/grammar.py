@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aioengine.errors import InvalidRequestError
 from aioengine.sampling_params import StructuredOutputsParams
-from aioengine.structured_output.schema_limits import check_numbers, with_sound_patterns
-
-if TYPE_CHECKING:
-    from llguidance import JsonCompileOptions
+from aioengine.structured_output.schema_limits import check_numbers, json_escapes, with_sound_patterns
 
 MAX_GRAMMAR_CHARS = 1 << 20
 """Of a schema, regular expression or grammar; of all choices together."""
@@ -60,17 +57,19 @@ def grammar_text(params: StructuredOutputsParams) -> str:
 def _json_grammar(params: StructuredOutputsParams) -> str:
     from llguidance import LLMatcher
 
-    schema = {"type": "object"} if params.json is None else _read_schema(params.json)
+    schema: Any = {"type": "object"} if params.json is None else _read_schema(params.json)
     # "lenient" would ignore keywords that are not implemented; a schema may ask for it in "x-guidance", hence an override.
-    overrides: JsonCompileOptions = {"lenient": False}
+    overrides: Any = {"lenient": False}
     own = schema.get("x-guidance") if isinstance(schema, dict) else None
     if params.disable_any_whitespace:
         overrides["whitespace_flexible"], overrides["whitespace_pattern"] = False, None
     elif not isinstance(own, dict) or not {"whitespace_pattern", "whitespace_flexible"} & own.keys():
         overrides["whitespace_pattern"] = WHITESPACE
+    if not isinstance(own, dict) or "json_allowed_escapes" not in own:
+        overrides["json_allowed_escapes"] = json_escapes(schema)
     try:
-        return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides)
-    except ValueError as exc:  # half of a surrogate pair, for example
+        return LLMatcher.grammar_from_json_schema(json.dumps(with_sound_patterns(schema)), overrides=overrides)
+    except (ValueError, RecursionError) as exc:  # half of a surrogate pair, for example
         raise InvalidRequestError(f"structured_outputs.json is not valid JSON: {exc}") from exc
 
 
@@ -88,7 +87,7 @@ def _read_schema(given: Any) -> Any:
         raise InvalidRequestError(f"structured_outputs.json must be a JSON object, which a schema is, got {text[:40]!r}")
     _check_depth(schema)
     check_numbers(schema)
-    return with_sound_patterns(schema)
+    return schema
 
 
 def _check_size(name: str, text: str) -> None:

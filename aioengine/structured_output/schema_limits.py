@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from decimal import Decimal
@@ -16,6 +17,9 @@ _MAX_EXPONENT = 22
 _NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _VALUES = ("const", "enum")
 _COMMENTS = ("default", "examples", "title", "description", "$comment")
+
+JSON_ESCAPES = 'nrbtf\\"'
+_CONTROL = re.compile(r"\\u00(?:[01]|7f)|\\[xc]")  # in the text of a schema, where a pattern has more backslashes
 
 # What may be a class of all control characters without the quote or the backslash (see `sound_pattern`): Unicode classes outside
 # of a negated class, NUL in a class that is not negated, and operations on classes.
@@ -36,8 +40,19 @@ def check_numbers(schema: Any) -> None:
             )
 
 
+def json_escapes(schema: Any) -> str:
+    r"""The escapes that a string may have: \u only for a schema that has control characters itself.
+
+    With \u the compiler takes {"\u0061": ...} for an additional property where "a" is one of the properties.
+    """
+    return JSON_ESCAPES + ("u" if _CONTROL.search(json.dumps(schema)) else "")
+
+
 def with_sound_patterns(schema: Any) -> Any:
-    """The schema with each `pattern` as `sound_pattern` has it; what the compiler does not read as a pattern is left alone."""
+    """The schema with each `pattern` as `sound_pattern` has it; what the compiler does not read as a pattern is left alone.
+
+    Raises InvalidRequestError for a pattern that cannot be had so, and for `minProperties` where names may come twice.
+    """
     made = _copy_of(schema)
     stack = [made]
     while stack:
@@ -45,6 +60,7 @@ def with_sound_patterns(schema: Any) -> Any:
         if isinstance(value, list):
             stack += value
         elif isinstance(value, dict):
+            _check_min_properties(value)
             if isinstance(pattern := value.get("pattern"), str):
                 value["pattern"] = sound_pattern(pattern)
             named = value.get("patternProperties")
@@ -56,6 +72,16 @@ def with_sound_patterns(schema: Any) -> Any:
                 elif key not in _VALUES and key not in _COMMENTS:
                     stack.append(below)
     return made
+
+
+def _check_min_properties(schema: dict[str, Any]) -> None:
+    least, required = schema.get("minProperties"), schema.get("required")
+    num_required = len(required) if isinstance(required, list) else 0
+    if isinstance(least, int) and least > max(num_required, 1):
+        raise InvalidRequestError(
+            f"structured_outputs.json has minProperties {least} and {num_required} required properties: a name that comes twice would "
+            "be counted twice; name as many properties in `required`"
+        )
 
 
 def sound_pattern(pattern: str) -> str:

@@ -152,7 +152,7 @@ async def test_guesses_for_plain_requests_leave_the_rows_of_the_others_alone(tin
 
 
 EOS_ID = 0
-A, B = (byte_level_tokenizer(["<eos>", "<bos>"]).token_to_id(letter) for letter in "ab")
+A, B = byte_level_tokenizer(["<eos>", "<bos>"]).encode("ab").ids
 OTHER_MASKS: list[dict[str, Any]] = [
     {"allowed_token_ids": [A, B]},
     {"allowed_token_ids": [A, B], "min_tokens": 20},

@@ -321,9 +321,24 @@ async def test_what_the_compiler_of_schemas_would_read_differently_is_refused(
 async def test_a_pattern_means_inside_a_string_what_it_says(manager: StructuredOutputManager, pattern: str) -> None:
     grammar = await manager.compile(StructuredOutputsParams(json={"type": "string", "pattern": pattern}))
     is_control = r"\p{Cc}" in pattern
-    for text in [chr(code) for code in range(1, 127)] + ["[^", "a--b"]:
+    for text in [*"\n\t", *(chr(code) for code in range(32, 127)), "[^", "a--b"]:
         wanted = ord(text[0]) >= 32 if is_control and len(text) == 1 else not is_control and re.search(pattern, text) is not None
         assert matches(grammar.start(SamplingParams()), json.dumps(text)) == wanted, text
+
+
+async def test_no_name_of_a_property_has_a_second_spelling(manager: StructuredOutputManager) -> None:
+    """Else a property that the schema types could come as an additional one."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}}
+    grammar = await manager.compile(StructuredOutputsParams(json=schema))
+    for text, is_match in (('{"a":1,"b":"x"}', True), ('{"\\u0061":"x"}', False), ('{"a":"x"}', False), ('{"\\n":"x"}', True)):
+        assert matches(grammar.start(SamplingParams()), text) == is_match, text
+
+
+async def test_a_schema_with_control_characters_can_have_them(manager: StructuredOutputManager) -> None:
+    for schema in ({"const": "a\x00b"}, {"enum": ["\x1f\x7f"]}, {"type": "string", "pattern": r"^[\x01-\x05]$"}):
+        grammar = await manager.compile(StructuredOutputsParams(json=schema))
+        text = json.dumps(schema.get("const", schema.get("enum", ["\x03"])[0])).replace("\x7f", "\\u007f")
+        assert matches(grammar.start(SamplingParams()), text)
 
 
 async def test_numbers_in_comments_and_exact_ones_are_taken(manager: StructuredOutputManager) -> None:

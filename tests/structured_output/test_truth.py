@@ -72,7 +72,12 @@ def test_a_long_forced_text_is_cut_into_tokens_once(tokenizer: Tokenizer, monkey
     texts = [plain, plain[:1_000] + "<|im_end|>" + plain, plain + "e\u0301"]
     calls: list[int] = []
     tokens_of = Vocabulary.tokens_of
-    monkeypatch.setattr(Vocabulary, "tokens_of", lambda self, text: calls.append(len(text)) or tokens_of(self, text))
+
+    def counted(self: Vocabulary, text: bytes) -> list[int] | None:
+        calls.append(len(text))
+        return tokens_of(self, text)
+
+    monkeypatch.setattr(Vocabulary, "tokens_of", counted)
     grammars = compile_all(tokenizer, [{"choice": [text]} for text in texts] + [{"regex": f"(a|b)({texts[1].replace('|', '.')})c"}])
     for grammar, text in zip(grammars[:3], texts, strict=True):
         calls.clear()
