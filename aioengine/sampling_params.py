@@ -64,7 +64,8 @@ class StructuredOutputsParams:
     """What the text of the output has to match: exactly one of the first five fields.
 
     json: a JSON schema, as a dict or as its text. Numbers in it that a double does not hold exactly are refused (integers
-        beyond 2**53, decimals of more than 15 digits), and negated classes in its patterns never match NUL.
+        beyond 2**53, decimals of more than 15 digits), negated classes in its patterns never match NUL, and control characters
+        beside \\b, \\f, \\n, \\r and \\t are written only for a schema that has some itself.
     regex: the whole output matches it; the syntax is that of Rust's regex crate (no look-around, no back references), and
         \\d is [0-9]. choice: one of these strings.
     grammar: a context-free grammar in Lark's notation. json_object: any JSON object.
