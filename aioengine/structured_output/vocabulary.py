@@ -17,7 +17,9 @@ SPECIAL_TOKEN_MARKER = b"\xff"
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """trie: the tokens as llguidance has them. misread: ids whose text is not the bytes that `trie` has for them."""
+    """trie: the tokens as llguidance has them. misread: ids that are never allowed, as their text is not the bytes that `trie`
+    has for them, or as the model has no logits for them.
+    """
 
     trie: LLTokenizer
     misread: frozenset[int] = frozenset()
@@ -34,21 +36,33 @@ class Vocabulary:
 
     def spell(self, text: bytes) -> list[int]:
         """`text` in the longest tokens that stand for its next bytes; cut off where there is none."""
+        spelled: list[int] = []
+        place = 0
+        for token_id in self._greedy(text):
+            piece = self.trie.decode_bytes([token_id])
+            if not self._is_text(token_id) or not text.startswith(piece, place):
+                # One of the tokens that may not be used: a shorter one has to do, and the rest begins elsewhere.
+                return spelled + self._shorter(text[place : place + len(piece) - 1])
+            spelled.append(token_id)
+            place += len(piece)
+        return spelled
+
+    def _greedy(self, text: bytes) -> list[int]:
         try:
             start = text.decode()
         except UnicodeDecodeError as exc:
             start = text[: exc.start].decode()
         # The rest of a character whose first bytes are written already is no text; then the trie is asked all the same.
-        token_ids = self.trie.greedy_tokenize(start) if start else self.trie.tokenize_bytes(_rest_of_character(text))
-        spelled: list[int] = []
-        place = 0
-        for token_id in token_ids:
-            piece = self.trie.decode_bytes([token_id])
-            if not self._is_text(token_id) or not text.startswith(piece, place):
-                break
-            spelled.append(token_id)
-            place += len(piece)
-        return spelled
+        token_ids: list[int] = self.trie.greedy_tokenize(start) if start else self.trie.tokenize_bytes(_rest_of_character(text))
+        return token_ids
+
+    def _shorter(self, text: bytes) -> list[int]:
+        """The longest token that begins `text` and may be used; none, if there is none."""
+        for end in range(len(text), 0, -1):
+            for token_id in self._greedy(text[:end])[:1]:
+                if self._is_text(token_id) and text.startswith(self.trie.decode_bytes([token_id])):
+                    return [token_id]
+        return []
 
     def _is_text(self, token_id: int) -> bool:
         return not self.trie.is_special_token(token_id) and token_id not in self.misread
@@ -59,7 +73,7 @@ def build_vocabulary(tokenizer: object | None, *, vocab_size: int, eos_token_ids
 
     tokenizer: has a `backend`, a `tokenizers.Tokenizer`, as the engine's own has; or `token_bytes()`, the bytes of every
         token id (empty: none), beside `encode` and `special_token_ids`.
-    vocab_size: of the model. Ids that the tokenizer does not know are never allowed. eos_token_ids: below vocab_size.
+    vocab_size: of the model. Ids that only one of tokenizer and model knows are never allowed. eos_token_ids: below vocab_size.
 
     Raises InvalidRequestError if the tokenizer does not tell, or if nothing could end an output.
     """
@@ -71,13 +85,14 @@ def build_vocabulary(tokenizer: object | None, *, vocab_size: int, eos_token_ids
         raise InvalidRequestError("structured outputs need a tokenizer and this engine has none")
     ending = sorted(eos_token_ids)
     size = max(vocab_size, getattr(tokenizer, "vocab_size", 0))
+    beyond = frozenset(range(vocab_size, size))
     backend: Any = getattr(tokenizer, "backend", None)
     try:
         if backend is not None:
             trie = LLTokenizer(backend.to_str(), n_vocab=size, eos_token=ending)
-            return Vocabulary(trie, _misread_tokens(trie, backend))
+            return Vocabulary(trie, _misread_tokens(trie, backend) | beyond)
         if hasattr(tokenizer, "token_bytes"):
-            return Vocabulary(LLTokenizer(TokenizerWrapper(_TokenBytes(tokenizer, size, ending[0])), eos_token=ending))
+            return Vocabulary(LLTokenizer(TokenizerWrapper(_TokenBytes(tokenizer, size, ending[0])), eos_token=ending), beyond)
     except ValueError as exc:
         raise InvalidRequestError(f"structured outputs cannot be made with this model's tokenizer: {exc}") from exc
     except BaseException as exc:

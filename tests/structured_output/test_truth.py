@@ -27,9 +27,9 @@ def lark_string(text: str) -> str:
     return json.dumps(text).replace("\x7f", "\\u007f")
 
 
-def compile_all(tokenizer: Tokenizer, many: list[dict[str, Any]]) -> list[CompiledGrammar]:
+def compile_all(tokenizer: Tokenizer, many: list[dict[str, Any]], *, vocab_size: int | None = None) -> list[CompiledGrammar]:
     async def compile_them() -> list[CompiledGrammar]:
-        manager = StructuredOutputManager(tokenizer, vocab_size=tokenizer.vocab_size, eos_token_ids=frozenset({EOS_TOKEN_ID}))
+        manager = StructuredOutputManager(tokenizer, vocab_size=vocab_size or tokenizer.vocab_size, eos_token_ids=frozenset({EOS_TOKEN_ID}))
         made = await asyncio.gather(*(manager.compile(StructuredOutputsParams(**one)) for one in many))
         manager.shutdown()
         return made
@@ -169,6 +169,18 @@ def random_grammar(rng: random.Random) -> tuple[dict[str, Any], Callable[[str], 
         return re.fullmatch(pattern, text) is not None
 
     return {"grammar": lark}, in_brackets
+
+
+def test_a_token_that_the_model_has_no_logits_for_is_never_allowed(tokenizer: Tokenizer) -> None:
+    """The tokenizer's last token is "hello world", which it would write that text in."""
+    vocab_size = tokenizer.encode("hello world", add_special_tokens=False)[-1]
+    assert vocab_size == tokenizer.vocab_size - 1
+    for given in ({"choice": ["hello world"]}, {"regex": "(hello )?(hello world)+"}):
+        (grammar,) = compile_all(tokenizer, [given], vocab_size=vocab_size)
+        token_ids, text = walk(grammar, tokenizer, random.Random(1))
+        assert max(token_ids) < vocab_size
+        assert text is not None
+        assert re.fullmatch("(hello )?(hello world)+", text)
 
 
 def check_random_grammars(tokenizer: Tokenizer, *, num_grammars: int, seed: int) -> int:
