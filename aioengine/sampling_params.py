@@ -72,10 +72,17 @@ class RequestOutputKind(enum.Enum):
 class StructuredOutputsParams:
     """What the text of the output has to match: exactly one of the first five fields.
 
-    json: a JSON schema, as a dict or as its text. regex: the whole output matches it; the syntax is that of Rust's regex
-        crate (no look-around, no back references), and \\d is [0-9]. choice: one of these strings.
+    json: a JSON schema, as a dict or as its text. Numbers in it that a double does not hold exactly are refused (integers
+        beyond 2**53, decimals of more than 15 digits), negated classes in its patterns never match NUL, and control characters
+        beside \\b, \\f, \\n, \\r and \\t are written only for a schema that has some itself.
+    regex: the whole output matches it; the syntax is that of Rust's regex crate (no look-around, no back references), and
+        \\d is [0-9]. choice: one of these strings.
     grammar: a context-free grammar in Lark's notation. json_object: any JSON object.
-    disable_any_whitespace: JSON without white space between its tokens.
+    disable_any_whitespace: JSON without white space between its tokens. Otherwise there are up to 16 white-space characters
+        in each place, unless "whitespace_pattern" in the schema's "x-guidance" says something else.
+
+    Text in a grammar is text, also where it spells a special token; in Lark's notation <|name|> is the token itself.
+    What takes more than 10 s to compile is refused.
 
     Raises InvalidRequestError unless exactly one is given.
     """
@@ -175,7 +182,8 @@ class SamplingParams:
     output_kind: what each output of a stream holds.
     truncate_prompt_tokens: keep only that many of the last tokens of the prompt; -1: as many as the model can take.
     structured_outputs: what the text must match, unless `max_tokens` or a stop cuts it off. Once nothing can be added the
-        model's end-of-sequence token ends it, also before `min_tokens`; with `ignore_eos` that token is repeated.
+        model's end-of-sequence token ends it, also before `min_tokens` and where `allowed_token_ids`, `bad_words` or logits
+        processors forbid it or all else; with `ignore_eos` that token is repeated.
     repetition_detection: end an output whose last tokens keep repeating; its finish_reason is "repetition". Not before
         `min_tokens`; an end-of-sequence token, a stop and the length go before it.
     extra_args: for custom logits processors; the engine only passes them on.

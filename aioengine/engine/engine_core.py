@@ -278,10 +278,10 @@ class EngineCore:
     def _update_step(self, step: StepInFlight) -> None:
         """Take in the tokens of the oldest step and pass them on."""
         self._current = step.output
-        result = self._sampler.with_failures(step.output, step.result())
+        result = self._sampler.check(step.output, step.result())
         update_start = time.perf_counter()
         outputs = self.scheduler.update_from_output(step.output, result)
-        self._sampler.take_in(outputs)  # before anything else: the worker may wait for it
+        self._sampler.take_in()  # before anything else: the worker may wait for it
         update_end = time.perf_counter()
         ends = self._on_outputs(outputs)
         self._collect_finished(outputs, ends)

@@ -99,6 +99,7 @@ class DevicePipeline(StepPipeline):
         self._block_table = block_table
         self._transfers = transfers
         self._vocab_size = vocab_size
+        self._eos_token_ids = torch.from_numpy(states.sampling.eos_token_ids).to(transfers.torch_device)  # [e] int64
         self._staging = Staging(transfers)
         self._bitmask_staging = Staging(transfers)  # of its own: a step's arrays are read until after its bitmasks are sent
 
@@ -271,6 +272,7 @@ class DevicePipeline(StepPipeline):
             staged,
             last_sampled_tokens=self._tables.last_sampled_tokens,
             allowed=allowed,
+            eos_token_ids=self._eos_token_ids,
             logprobs_mode=self._logprobs_mode,
         )
         req_ids, slots, _ = sampled_rows(batch, self._states)

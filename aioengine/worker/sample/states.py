@@ -26,6 +26,7 @@ class SamplingBatch:
     output_indices: npt.NDArray[np.int64]  # [n]: how many tokens each request has generated before this one
     num_logprobs: npt.NDArray[np.int64]  # [n]; -1: none wanted
     ending_token_ids: dict[int, npt.NDArray[np.int64]]  # by row: what may not be sampled yet, because of min_tokens
+    eos_token_ids: SlotArray  # [e]: of the model, those that it has logits for
     edits: EditArrays | None = None  # None: no row has a penalty, a bias, allowed_token_ids or bad_words
 
 
@@ -35,6 +36,7 @@ class SamplingStates:
     def __init__(self, *, max_num_reqs: int, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
+        self.eos_token_ids = np.asarray(sorted(i for i in eos_token_ids if i < vocab_size), dtype=np.int64)
         self.temperature = np.zeros(max_num_reqs, dtype=np.float32)
         self.top_k = np.zeros(max_num_reqs, dtype=np.int64)
         self.top_p = np.ones(max_num_reqs, dtype=np.float64)
@@ -91,6 +93,7 @@ class SamplingStates:
             output_indices=output_indices,
             num_logprobs=self.num_logprobs[slots],
             ending_token_ids={row: ids for row in too_short if len(ids := self._ending_token_ids[slots[row]])},
+            eos_token_ids=self.eos_token_ids,
             edits=self._gather_edits(slots, output_indices) if self._edits else None,
         )
 
