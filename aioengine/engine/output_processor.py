@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -11,10 +10,11 @@ from aioengine.engine.engine_core import RequestEnd
 from aioengine.engine.input_processor import ProcessedInput
 from aioengine.engine.output_collector import OutputCollector
 from aioengine.outputs import EngineCoreOutput, FinishReason, TokenLogprobs
+from aioengine.printable import get_logger
 from aioengine.request import RequestStatus
 from aioengine.sampling_params import RequestOutputKind
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class _Stream:

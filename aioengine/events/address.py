@@ -38,7 +38,7 @@ def parse_address(text: str | Path) -> Address:
     """ "/run/e.sock", "unix:/run/e.sock", "tcp:127.0.0.1:7000", "tcp:[::1]:7000". Raises ConfigError."""
     if isinstance(text, str) and text.startswith("tcp:"):
         host, _, port = text.removeprefix("tcp:").rpartition(":")
-        if not host or not port.isdigit() or int(port) > 65535:
+        if not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
             raise ConfigError(f"{text!r} is not tcp:HOST:PORT")
         return TcpAddress(host.strip("[]"), int(port))
     path = Path(text.removeprefix("unix:") if isinstance(text, str) else text)

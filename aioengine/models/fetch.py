@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import http.client
-import logging
 import os
 import ssl
 import sys
@@ -19,8 +18,9 @@ from typing import BinaryIO, NoReturn
 from tqdm import tqdm
 
 from aioengine.errors import ModelError
+from aioengine.printable import get_logger
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 _CHUNK = 1 << 20
 _TIMEOUT_S = 60.0
 _ATTEMPTS = 4

@@ -63,7 +63,9 @@ def note_finished(state: DashboardState, info: FinishedInfo, *, time: float, ste
     _count_end(state, info)
     num_blocks = release_blocks(state, row, step_id=step_id)
     returned = f"; {plural(num_blocks, 'block')} returned" if num_blocks else ""
-    why = {"stop": _stop_words(info.stop_reason), "length": "reached its length", "abort": "aborted", "error": "failed"}[info.finish_reason]
+    why = {"stop": _stop_words(info.stop_reason), "length": "reached its length", "abort": "aborted", "error": "failed"}.get(
+        info.finish_reason, f"ended by {info.finish_reason}"
+    )
     text = f"{why} after {plural(info.num_output_tokens, 'token')}"
     row.add_milestone(time, step_id, "finished", text + returned)
     state.log.add(time, step_id, "aborted" if info.finish_reason == "abort" else "finished", info.request_id, text)
