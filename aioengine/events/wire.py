@@ -102,6 +102,7 @@ def _event_to_dict(event: Event, include_prompts: bool) -> dict[str, Any]:
             line = _flat_to_dict("snapshot", event)
             line["requests"] = [_request_snapshot_to_dict(request, include_prompts) for request in event.requests]
             return line
+    raise TypeError(f"{type(event).__name__} is no event")
 
 
 def dumps_anyhow(value: Any) -> bytes:
