@@ -32,7 +32,7 @@ def write_table(table: ExportTable, *, folder: Path, stem: str, form: ExportForm
     with path.open("x", encoding="utf-8", newline="") as file:
         if form == "csv":
             writer = csv.writer(file)
-            writer.writerow(table.columns)
+            writer.writerow([_harmless(name) for name in table.columns])
             writer.writerows([[_harmless(value) for value in row] for row in table.rows])
         else:
             file.write(printable_json([dict(zip(table.columns, row, strict=True)) for row in table.rows], indent=1) + "\n")
