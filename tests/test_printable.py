@@ -8,7 +8,7 @@ import logging
 import re
 import sys
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -340,7 +340,7 @@ async def test_what_an_engine_logs_of_its_requests_is_printable(logged: Callable
     nasty = "".join(text for name, text in UNPRINTABLE.items() if name != "lone surrogate")
 
     class Odd(FakeTokenizer):
-        def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
             if len(token_ids) > 2:
                 raise ValueError("cannot decode " + nasty)
             return super().decode(token_ids, skip_special_tokens=skip_special_tokens)

@@ -17,7 +17,7 @@ import functools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
@@ -34,6 +34,8 @@ from aioengine.events.step_event import (
     StepResultEvent,
 )
 from aioengine.sampling_params import RequestOutputKind, SamplingParams
+
+T = TypeVar("T")
 
 HIDDEN_TOKEN_ID = -1
 """Stands for a token id that did not travel."""
@@ -186,10 +188,10 @@ def _params_fields(fields: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _build_unchecked(cls: type[Any], fields: dict[str, Any]) -> Any:
+def _build_unchecked(cls: type[T], fields: dict[str, Any]) -> T:
     """An instance without the checks of its constructor. Raises TypeError for an unknown field."""
     made = object.__new__(cls)
-    for f in dataclasses.fields(cls):
+    for f in dataclasses.fields(cls):  # type: ignore[arg-type]
         default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
         value = fields.pop(f.name, default)
         if value is dataclasses.MISSING:
