@@ -6,6 +6,7 @@ Nothing heavy is imported before the arguments are known to be good, so `--help`
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import shutil
 import sys
@@ -74,6 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return EXIT_USAGE
     _set_up_logging(args.log_level)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # where an encoding lacks a character: its escape, not a traceback
     try:
         status: int | None = args.handler(args, start_time)
         sys.stdout.flush()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import re
+import subprocess
 import sys
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
@@ -364,3 +366,11 @@ async def test_what_an_engine_logs_of_its_requests_is_printable(logged: Callable
         assert part in text
     assert_printable(text, keep="\n\t")
     assert not any(line.startswith(("forged", "2026")) for line in text.split("\n"))
+
+
+def test_an_output_that_cannot_show_a_character_gets_its_escape() -> None:
+    recording = ROOT / "tests" / "events" / "data" / "schema_1_with_text.jsonl"
+    command = [sys.executable, "-m", "aioengine", "top", "--once", str(recording)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "third \\u2603" in done.stdout

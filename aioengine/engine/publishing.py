@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ class PublishOptions:
 
     record: str | Path | None = None  # a file
     events: str | Path | None = None  # a socket's path, or tcp:HOST:PORT
-    events_token: str | None = None
+    events_token: str | None = field(default=None, repr=False)  # a secret
     allow_events_control: bool = False
     publish_text: bool = False
 

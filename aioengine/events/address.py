@@ -41,9 +41,15 @@ def parse_address(text: str | Path) -> Address:
         if not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
             raise ConfigError(f"{text!r} is not tcp:HOST:PORT")
         return TcpAddress(host.strip("[]"), int(port))
-    path = Path(text.removeprefix("unix:") if isinstance(text, str) else text)
-    if len(os.fsencode(path)) > _MAX_UNIX_PATH:
-        raise ConfigError(f"the socket path {path} has {len(os.fsencode(path))} bytes, at most {_MAX_UNIX_PATH} are possible")
+    try:
+        path = Path(text.removeprefix("unix:") if isinstance(text, str) else text)
+        name = os.fsencode(path)
+    except (TypeError, ValueError) as exc:  # no path at all; half of a surrogate pair in it
+        raise ConfigError(f"{text!r} is neither a socket's path nor tcp:HOST:PORT: {exc}") from exc
+    if b"\0" in name:
+        raise ConfigError(f"the socket path {text!r} has a NUL in it")
+    if len(name) > _MAX_UNIX_PATH:
+        raise ConfigError(f"the socket path {path} has {len(name)} bytes, at most {_MAX_UNIX_PATH} are possible")
     return UnixAddress(path)
 
 

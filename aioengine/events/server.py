@@ -54,7 +54,10 @@ class EventServer:
         self.address = parse_address(address)
         if isinstance(self.address, TcpAddress) and not token:
             raise ConfigError(f"publishing at {self.address} needs a token: whoever reaches the port could read along")
-        self._token = token
+        try:
+            self._token = None if token is None else token.encode()
+        except UnicodeEncodeError as exc:
+            raise ConfigError(f"the token for {self.address} is not valid Unicode at position {exc.start}") from None
         self._include_text = include_text
         self._socket = bind(self.address)
         if isinstance(self.address, TcpAddress):  # port 0 means: any free one
@@ -198,7 +201,7 @@ class EventServer:
         assert self._token is not None
         async with asyncio.timeout(_HELLO_TIMEOUT_S):
             message = decode_client_line(await reader.readuntil(b"\n"))
-        return isinstance(message, Hello) and hmac.compare_digest((message.token or "").encode(), self._token.encode())
+        return isinstance(message, Hello) and hmac.compare_digest((message.token or "").encode(), self._token)
 
     # ------------------------------------------------------------------ commands in
     async def _read(self, reader: asyncio.StreamReader, viewer: _Viewer) -> None:

@@ -35,15 +35,6 @@ def progress_bar(total: int | None, *, initial: int = 0, label: str, enabled: bo
     """A bar in bytes on stderr; silent unless asked for and stderr is a terminal."""
     silent = not (enabled and sys.stderr.isatty())
     return tqdm(
-        total=total,
-        initial=initial,
-        desc=printable(label),
-        unit="B",
-        unit_scale=True,
-        unit_divisor=1024,
-        disable=silent,
-        leave=False,
-    )
         total=total, initial=initial, desc=printable(label), unit="B", unit_scale=True, unit_divisor=1024, disable=silent, leave=False
     )
 
