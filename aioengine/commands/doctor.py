@@ -6,6 +6,8 @@ import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
+from aioengine.printable import printable
+
 
 def doctor() -> bool:
     """Print one line a finding; True if the fast paths of this machine are all there."""
@@ -26,7 +28,7 @@ def doctor() -> bool:
         print(f"{'cuda':<14}{torch.cuda.get_device_name()}, {torch.cuda.get_device_properties(0).total_memory / 2**30:.0f} GiB")
     else:
         print(f"{'cuda':<14}none that PyTorch {torch.__version__} can use")
-    print(f"{'model cache':<14}{cache_folder()}")
+    print(f"{'model cache':<14}{printable(str(cache_folder()))}")
     return reason is None or torch.cuda.is_available()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -14,10 +13,11 @@ from aioengine.engine.output_collector import OutputCollector
 from aioengine.engine.token_text import TokenTexts
 from aioengine.errors import InvalidRequestError
 from aioengine.outputs import EngineCoreOutput, FinishReason, TokenLogprobs
+from aioengine.printable import get_logger
 from aioengine.request import RequestStatus
 from aioengine.sampling_params import RequestOutputKind
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class _Stream:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from aioengine.attention.base import AttentionBackend
 from aioengine.config import ResolvedConfig
 from aioengine.core.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from aioengine.outputs import ModelRunnerOutput, WorkerTiming
+from aioengine.printable import get_logger
 from aioengine.worker.async_output import AsyncOutput, Pending
 from aioengine.worker.block_table import BlockTable
 from aioengine.worker.cuda_graphs import DecodeGraphs, graph_batch_sizes
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from aioengine.executor.base import GrammarOutput
     from aioengine.models.base import CausalLM
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +12,7 @@ from aioengine.config import GIB, ResolvedConfig
 from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.errors import ConfigError
 from aioengine.outputs import ModelRunnerOutput
+from aioengine.printable import get_logger
 from aioengine.worker.async_output import AsyncOutput
 from aioengine.worker.device import create_device, limit_torch_threads
 from aioengine.worker.model_runner import ModelRunner
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from aioengine.models.base import CausalLM
     from aioengine.models.files import ModelFiles
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
 

@@ -122,6 +122,30 @@ def test_default_rows_keep_their_bits_beside_one_that_is_edited(mine: dict[str, 
     assert beside.logprobs[1] != apart.logprobs[1], "the parameter has no effect"
 
 
+@pytest.mark.parametrize(
+    ("options", "output", "winner"),
+    [
+        ({}, [], 7),
+        ({"presence_penalty": 2.0}, [], 7),  # the prompt does not count
+        ({"frequency_penalty": 2.0}, [], 7),
+        ({"repetition_penalty": 2.0}, [], 8),  # it does here
+        ({"presence_penalty": 2.0}, [7], 8),
+        ({"presence_penalty": 2.0}, [7, 7, 7], 8),
+        ({"frequency_penalty": 0.4}, [7], 7),
+        ({"frequency_penalty": 0.4}, [7, 7, 7], 8),
+        ({"repetition_penalty": 2.0}, [8], 9),
+    ],
+)
+def test_repetition_looks_at_prompt_and_output_presence_and_frequency_at_the_output(
+    options: dict[str, Any], output: list[int], winner: int
+) -> None:
+    logits = torch.zeros(1, VOCAB_SIZE)
+    logits[0, [7, 8, 9]] = torch.tensor([5.0, 4.0, 3.0])
+    row = ([7, 7, 7], output, {"temperature": 0, **options})
+    assert int(on_host(logits, [row]).token_ids[0]) == winner
+    assert on_device(logits, [row]) == [winner]
+
+
 def test_a_step_of_default_rows_has_no_edits_to_look_at() -> None:
     states = SamplingStates(max_num_reqs=2, vocab_size=VOCAB_SIZE, eos_token_ids=frozenset())
     one = np.zeros(1, dtype=np.int64)

@@ -86,6 +86,8 @@ def _end_words(info: FinishedInfo) -> str:
             return "aborted"
         case "error":
             return "failed"
+        case _:  # of a newer engine
+            return f"ended by {info.finish_reason}"
 
 
 def _count_end(state: DashboardState, info: FinishedInfo) -> None:
