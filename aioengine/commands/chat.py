@@ -197,6 +197,8 @@ def _answer(conversation: Conversation, line: str, *, stats: bool) -> None:
         return
     if output.finish_reason == "length":
         print("(cut: --max-tokens allows longer answers)", file=sys.stderr)
+    if output.finish_reason == "repetition":
+        print("(cut: the answer repeats itself)", file=sys.stderr)
     if stats and output.finished:
         print(f"({describe(output)})", file=sys.stderr)
 
