@@ -105,7 +105,7 @@ def test_long_runs_of_broken_bytes_neither_stall_nor_are_lost() -> None:
     assert "".join(pieces[:250]).count("\ufffd") > 200
 
 
-@pytest.mark.parametrize("text", ["🚀🚀", "👩‍🚀 ok", "你好。世界", "e\u0301a", " leading", "the  two  spaces", "\n\n\ttabs"])
+@pytest.mark.parametrize("text", ["🚀🚀", "👩‍🚀 ok", "你好。世界", "e\u0301a", " leading", " \U00010000", "the  two  spaces", "\n\n\ttabs"])
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK, FAKE])
 def test_known_difficult_texts(tokenizer: TextTokenizer, text: str) -> None:
     token_ids = tokenizer.encode(text, add_special_tokens=False)
