@@ -29,6 +29,7 @@ from aioengine.events.wire import WireHeader, encode_header
 from aioengine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from aioengine.printable import PROSE, LogLines, PrintableFormatter, get_logger, printable, printable_json
 from aioengine.testing import FakeExecutor, FakeTokenizer, scripted
+from aioengine_bench import console
 from aioengine_tui.app import DashboardApp
 from aioengine_tui.export import ExportTable, write_table
 from aioengine_tui.plain import render_plain
@@ -277,6 +278,16 @@ def test_errors_of_the_command_line_take_one_printable_line(name: str, tmp_path:
         assert captured.out == ""
         assert captured.err.count("\n") == 1, captured.err
         assert_printable(captured.err.removesuffix("\n"))
+
+
+@unprintable
+def test_a_benchmark_prints_no_such_character(nasty: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for taken in (False, True):
+        print("model" + nasty, "a\tb", sep="\n", file=console.output_stream(stdout_is_taken=taken), flush=True)
+    captured = capsys.readouterr()
+    assert captured.out == captured.err
+    assert_printable(captured.out, keep="\n\t")
+    assert captured.out.endswith("\na\tb\n")
 
 
 @unprintable
