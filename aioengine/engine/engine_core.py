@@ -168,6 +168,16 @@ class EngineCore:
             self._wake_up.set()
         return ended
 
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """As `Scheduler.reset_prefix_cache`, also while steps are in flight. Raises EngineDeadError if running requests are to
+        be reset and nothing can run any more.
+        """
+        if reset_running_requests:
+            self.check_health()
+        is_reset = self.scheduler.reset_prefix_cache(reset_running_requests)
+        self._wake_up.set()
+        return is_reset
+
     # ------------------------------------------------------------------ pausing
     @property
     def is_paused(self) -> bool:
@@ -267,10 +277,10 @@ class EngineCore:
     def _update_step(self, step: StepInFlight) -> None:
         """Take in the tokens of the oldest step and pass them on."""
         self._current = step.output
-        result = self._sampler.with_failures(step.output, step.result())
+        result = self._sampler.check(step.output, step.result())
         update_start = time.perf_counter()
         outputs = self.scheduler.update_from_output(step.output, result)
-        self._sampler.take_in(outputs)  # before anything else: the worker may wait for it
+        self._sampler.take_in()  # before anything else: the worker may wait for it
         update_end = time.perf_counter()
         ends = self._on_outputs(outputs)
         self._collect_finished(outputs, ends)

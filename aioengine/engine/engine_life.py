@@ -196,13 +196,13 @@ class EngineLife(ABC):
             await asyncio.wait([self._starting])
         if self._output is not None:
             self._output.fail_all(EngineDeadError("the engine was shut down"))
+        if self._structured_output is not None:
+            self._structured_output.shutdown()  # first of all: who waits for a grammar waits for nothing else
         if self._core is not None:
             await self._core.stop()
         if self._draining is not None:
             await asyncio.wait([self._draining])
         await self._stop_executor()
-        if self._structured_output is not None:
-            self._structured_output.shutdown()
         await self._publisher.close()
         self._bus.close()
 

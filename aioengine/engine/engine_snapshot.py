@@ -30,7 +30,7 @@ def build_snapshot(
 ) -> EngineSnapshot:
     """The state as it stands between two calls of the scheduler. Takes time proportional to everything alive and cached."""
     outputs = list(in_flight)
-    told = {req_id: output.step_id for output in outputs for req_id in output.finished_req_ids}
+    told = {req_id: output.step_id for output in outputs for req_id in sorted(output.finished_req_ids)}
     pool = scheduler.kv_cache_manager.block_pool
     cached_block_ids = [block_id for block_id, block_hash in enumerate(pool.block_hash) if block_hash is not None]
     return EngineSnapshot(

@@ -38,7 +38,10 @@ class Worker:
         self._files = files
         self.device = create_device(config.worker)
         self.device.set_up_thread()
-        find_logits_processors(config.worker.logits_processors)  # a wrong name is found before the weights are read
+        # What is wrong with a name or with the environment is found before the weights are read.
+        find_logits_processors(config.worker.logits_processors)
+        if config.worker.device == "cpu":
+            check_instruction_set()
         self._dtype = _DTYPES[config.worker.dtype]
         self._backend: AttentionBackend = select_attention_backend(
             config.worker.attention_backend, _attention_config(config, self._dtype), self.device.torch_device
@@ -129,6 +132,18 @@ class Worker:
         self._runner = None
         self._model = None
         self.device.release_memory()
+
+
+def check_instruction_set() -> None:
+    """Raise ConfigError if AIOENGINE_CPU_ISA names no instruction set that the native kernels have here."""
+    from aioengine_kernels.cpu.library import ISA_VARIABLE, choose_isa, status
+
+    if status() is not None:
+        return  # nobody reads the variable then
+    try:
+        choose_isa()
+    except ValueError as exc:
+        raise ConfigError(f"the environment variable {ISA_VARIABLE} is wrong: {exc}") from None
 
 
 def _attention_config(config: ResolvedConfig, dtype: torch.dtype) -> AttentionConfig:

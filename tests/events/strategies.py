@@ -23,7 +23,7 @@ from aioengine.events.step_event import (
     StepEvent,
     StepResultEvent,
 )
-from aioengine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from aioengine.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 counts = st.integers(0, 2**40)
 token_ids = st.lists(st.integers(0, 200_000), max_size=6)
@@ -60,6 +60,7 @@ sampling_params = st.builds(
     | st.builds(StructuredOutputsParams, regex=texts.filter(bool))
     | st.builds(StructuredOutputsParams, json=st.just({"type": "object"}))
     | st.builds(StructuredOutputsParams, choice=st.lists(texts.filter(bool), min_size=1, max_size=2)),
+    repetition_detection=st.none() | st.builds(RepetitionDetectionParams, st.integers(4, 1024), st.integers(0, 4), st.integers(2, 65536)),
 )
 any_texts = st.text(st.characters(), max_size=8)  # half surrogate pairs, NUL and control characters too
 any_ints = st.integers() | st.sampled_from([2**63, 2**64, -(2**70), 10**30, 10**400])
@@ -138,7 +139,7 @@ scheduler_outputs = st.builds(
     new_block_ids_to_zero=block_ids,
     scheduled_spec_decode_tokens=st.dictionaries(req_ids, token_ids, max_size=2),
 )
-stats = st.builds(SchedulerStats, *[counts] * 13)
+stats = st.builds(SchedulerStats, *[counts] * 13) | st.builds(SchedulerStats, *[counts] * 18)
 block_changes = st.builds(
     BlockChanges, allocated=block_ids, freed=block_ids, evicted=block_ids, cached=block_ids, cached_hashes=st.lists(texts, max_size=2)
 )
@@ -146,7 +147,7 @@ finished = st.lists(
     st.builds(
         FinishedInfo,
         request_id=req_ids,
-        finish_reason=st.sampled_from(["stop", "length", "abort", "error"]),
+        finish_reason=st.sampled_from(["stop", "length", "abort", "error", "repetition"]),
         num_output_tokens=counts,
         stop_reason=st.none() | counts | texts,
     ),
