@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # What each part may import of ours, besides itself. A part is a module or package right under `aioengine`, one of the
 # other packages by its short name, or the one module named here that others may know while its package is above them.
-BASE = {"errors", "values", "fields", "contradictions", "config", "sampling_params", "outputs", "request", "printable"}
+BASE = {"errors", "printable", "values", "fields", "contradictions", "config", "sampling_params", "outputs", "request"}
 MODEL_SIDE = BASE | {"core", "kernels", "attention", "layers"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),

@@ -6,7 +6,6 @@ where they are; `DevicePipeline` keeps copies of them on the device and waits fo
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from aioengine.attention.base import AttentionBatch
 from aioengine.config import LogprobsMode
 from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.outputs import TokenLogprobs
+from aioengine.printable import get_logger
 from aioengine.worker.async_output import Pending
 from aioengine.worker.block_table import BlockTable
 from aioengine.worker.device import Device
@@ -29,7 +29,7 @@ from aioengine.worker.sample.logits_processor import LoadedProcessor, ProcessorR
 from aioengine.worker.sample.sampler import RowProcessors, SamplerOutput, sample
 from aioengine.worker.sample.speculation import accept_guesses
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

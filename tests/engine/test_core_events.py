@@ -95,8 +95,8 @@ async def test_a_schema_of_a_users_own_objects_is_recorded(start_rig: Any, tmp_p
         rig.engine.pause()
         task = asyncio.create_task(run_to_end(rig.engine, [1, 2, 3], SamplingParams(max_tokens=2), request_id="odd"))
         await asyncio.sleep(0.02)
-        params = SamplingParams(max_tokens=2, structured_outputs=StructuredOutputsParams(json=schema))
-        object.__setattr__(scheduler.requests["odd"].sampling_params, "structured_outputs", params.structured_outputs)
+        unchecked = wire._build_unchecked(StructuredOutputsParams, {"json": schema})  # today's door takes no such schema
+        object.__setattr__(scheduler.requests["odd"].sampling_params, "structured_outputs", unchecked)
         rig.engine._core._publish_snapshot()
         object.__setattr__(scheduler.requests["odd"].sampling_params, "structured_outputs", None)
         rig.engine.resume()

@@ -45,8 +45,8 @@ def drive(
 ) -> tuple[dict[str, list[int]], Scheduler]:
     """The engine's loop without an engine: up to `max_concurrent_batches` planned steps wait for the runner.
 
-    reset_every: steps from one reset of the prefix cache, with whoever runs, to the next; 0: none. later_budget: of a step, once all
-    requests run.
+    reset_every: steps from one reset of the prefix cache, with whoever runs, to the next; 0: none.
+    later_budget: of a step, once all requests run.
     """
     scheduler = Scheduler(
         config.scheduler,
@@ -62,10 +62,10 @@ def drive(
     while scheduler.has_work or planned:
         while len(planned) < config.scheduler.max_concurrent_batches and (out := scheduler.schedule()) is not None:
             planned.append(out)
-        if reset_every and planned[0].step_id % reset_every == 0:
-            assert scheduler.reset_prefix_cache(reset_running_requests=True)
         if later_budget is not None and len(scheduler.running) == len(requests):
             scheduler.config = dataclasses.replace(scheduler.config, max_num_batched_tokens=later_budget)
+        if reset_every and planned[0].step_id % reset_every == 0:
+            assert scheduler.reset_prefix_cache(reset_running_requests=True)
         out = planned.popleft()
         driver.runner.execute_model(out)
         for core_output in scheduler.update_from_output(out, driver.sample()):
@@ -84,8 +84,14 @@ def run(make_driver: Callable[..., Any], make_config: Callable[..., ResolvedConf
         **options: Any,
     ) -> tuple[dict[str, list[int]], Scheduler]:
         driver = make_driver(num_blocks=num_blocks, **options)
-        config = make_config(**options)
-        result = drive(driver, config, num_blocks=num_blocks, requests=requests, reset_every=reset_every, later_budget=later_budget)
+        result = drive(
+            driver,
+            make_config(**options),
+            num_blocks=num_blocks,
+            requests=requests,
+            reset_every=reset_every,
+            later_budget=later_budget,
+        )
         assert driver.runner.states.num_free_slots == driver.runner.states.max_num_reqs
         assert driver.runner.states.num_requests == 0
         return result
@@ -115,14 +121,6 @@ def test_same_tokens_as_alone(run: Callable[..., Any], overlap: bool, num_blocks
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain"])
-def test_same_tokens_when_the_prefix_cache_is_reset_under_running_requests(run: Callable[..., Any], overlap: bool) -> None:
-    expected, _ = run(make_requests(), async_scheduling=overlap, max_num_batched_tokens=16)
-    outputs, scheduler = run(make_requests(), async_scheduling=overlap, max_num_batched_tokens=16, reset_every=5)
-    assert outputs == expected
-    assert scheduler.make_stats().num_resumed_reqs > 10
-
-
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain"])
 def test_who_is_left_out_of_a_step_goes_on_from_its_last_token(run: Callable[..., Any], overlap: bool) -> None:
     """Steps with room for two of seven: what the others sampled last waits on the device, and no placeholder is ever an input."""
     alone: dict[str, list[int]] = {}
@@ -131,3 +129,11 @@ def test_who_is_left_out_of_a_step_goes_on_from_its_last_token(run: Callable[...
     outputs, scheduler = run(make_requests(), async_scheduling=overlap, max_num_seqs=8, later_budget=2)
     assert scheduler.config.max_num_batched_tokens == 2
     assert outputs == alone
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain"])
+def test_same_tokens_when_the_prefix_cache_is_reset_under_running_requests(run: Callable[..., Any], overlap: bool) -> None:
+    expected, _ = run(make_requests(), async_scheduling=overlap, max_num_batched_tokens=16)
+    outputs, scheduler = run(make_requests(), async_scheduling=overlap, max_num_batched_tokens=16, reset_every=5)
+    assert outputs == expected
+    assert scheduler.make_stats().num_resumed_reqs > 10
