@@ -208,7 +208,7 @@ def _allows_a_token(grammar: CompiledGrammar, params: SamplingParams, eos_token_
     mask = bytearray(grammar.start(params).bitmask())
     if any(_has_bit(mask, token_id) for token_id in eos_token_ids):
         return True
-    for token_id in bad:
+    for token_id in sorted(bad):
         if token_id >> 3 < len(mask):
             mask[token_id >> 3] &= ~(1 << (token_id & 7)) & 0xFF
     if params.allowed_token_ids is None:
