@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import socket
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -106,6 +107,21 @@ class EventServer:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
+        if isinstance(self.address, UnixAddress):
+            remove_socket_file(self.address.path, self._inode)
+
+    def abandon(self) -> None:
+        """Free the address without waiting: in the event loop, or after it was closed. Viewers find their connection ended."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._bus is not None:
+            self._bus.remove_observer(self._on_event)
+        if self._server is not None:
+            self._server.close()
+        self._socket.close()
+        for viewer in self._viewers:
+            viewer.cut()
         if isinstance(self.address, UnixAddress):
             remove_socket_file(self.address.path, self._inode)
 
@@ -291,3 +307,8 @@ class _Viewer:
         if not self._num_lost and not self._writer.is_closing():
             with contextlib.suppress(OSError):
                 self._writer.write(self._take(_MAX_BUFFERED_BYTES))
+
+    def cut(self) -> None:
+        """End the connection, whether or not there is an event loop that knows of it."""
+        with contextlib.suppress(OSError):
+            self._writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)

@@ -86,7 +86,7 @@ async def play(script: Script, reads: Sequence[bool], **params: Any) -> list[Req
         processor.process_outputs([output])
         if collector.finished:
             break
-        if read and collector._is_ready:
+        if read and collector.is_ready:
             received.append(await collector.take())
     received.append(await collector.take())
     assert received[-1].finished
