@@ -8,10 +8,10 @@ import sys
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from aioengine.config import EngineConfig, ModelInfo, ResolvedConfig
 from aioengine.core.scheduler import Scheduler
@@ -91,6 +91,8 @@ class EngineLife(ABC):
         self._starting = self._loop.create_task(self._start(), name="aioengine-start")
         try:
             await self._starting
+        except GeneratorExit:
+            raise  # the event loop was closed around this: nothing can be awaited any more
         except BaseException as exc:
             self._start_error = exc
             stopped_meanwhile = self._stopping is not None
@@ -260,14 +262,13 @@ class EngineLife(ABC):
 
     def _stop_executor(self) -> asyncio.Task[None]:
         if self._executor_stopping is None or self._executor_stopping.cancelled():
+            # Of a function and not a method: a task does not keep an engine alive that was dropped.
             self._executor_stopping = asyncio.create_task(self._shutdown_executor(), name="aioengine-stop-executor")
         return self._executor_stopping
 
-    async def _shutdown_executor(self) -> None:
-        if self._executor is None:
-            return
+    def _shutdown_executor(self) -> Coroutine[Any, Any, None]:
         is_stuck = self._core is not None and isinstance(self._core.error, StepTimeoutError)
-        await shut_down_executor(self._executor, limit_s=_STUCK_EXECUTOR_SHUTDOWN_S if is_stuck else _EXECUTOR_SHUTDOWN_S)
+        return shut_down_executor(self._executor, limit_s=_STUCK_EXECUTOR_SHUTDOWN_S if is_stuck else _EXECUTOR_SHUTDOWN_S)
 
     def __del__(self) -> None:
         loop: asyncio.AbstractEventLoop | None = getattr(self, "_loop", None)  # missing: the constructor failed
@@ -289,8 +290,7 @@ class EngineLife(ABC):
             loop.call_soon_threadsafe(self._end_at_once)
         except RuntimeError:  # the event loop was closed
             self._end_at_once()
-        if self._executor is not None:
-            shut_down_in_background(self._executor, then=self._publisher.close_recording)
+        shut_down_in_background(self._executor, then=self._publisher.close_recording)
 
     async def __aenter__(self) -> Self:
         await self.start()

@@ -13,8 +13,10 @@ from aioengine.executor.base import Executor
 logger = logging.getLogger(__name__)
 
 
-async def shut_down_executor(executor: Executor, *, limit_s: float) -> None:
+async def shut_down_executor(executor: Executor | None, *, limit_s: float) -> None:
     """Shut it down in a thread of its own; after `limit_s` seconds leave that thread behind and say so in the log."""
+    if executor is None:
+        return
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
 
@@ -30,12 +32,13 @@ async def shut_down_executor(executor: Executor, *, limit_s: float) -> None:
         logger.error("the executor has not shut down within %g s, because a call in it does not return: it is left behind", limit_s)
 
 
-def shut_down_in_background(executor: Executor, *, then: Callable[[], None]) -> None:
+def shut_down_in_background(executor: Executor | None, *, then: Callable[[], None]) -> None:
     """Begin to shut it down, and call `then` in that thread when it is done."""
 
     def shut_down() -> None:
         try:
-            executor.shutdown()
+            if executor is not None:
+                executor.shutdown()
         except Exception:
             logger.exception("the executor did not shut down cleanly")
         then()

@@ -154,7 +154,7 @@ class OutputStream(AsyncIterator[RequestOutput]):
         if self._is_over:
             raise StopAsyncIteration
         loop = running_loop()
-        if loop is not self._loop:
+        if loop is None or loop is not self._loop:
             self._enter(loop)
         self._is_read = True
         try:
@@ -287,6 +287,7 @@ class _Next(Coroutine[Any, Any, RequestOutput]):
     made of it, and still referenced, keeps the request running.
     """
 
+    __name__ = "OutputStream.__anext__"  # how asyncio shows a task that is made of it
     __slots__ = ("_coroutine", "_stream")
 
     def __init__(self, stream: OutputStream) -> None:

@@ -164,7 +164,8 @@ class EventServer:
             logger.debug("a viewer of %s is gone: %s: %s", self.address, type(exc).__name__, exc)
         finally:
             self._tasks.discard(task)
-            writer.transport.abort()  # close() would wait for a viewer that does not read
+            with contextlib.suppress(RuntimeError):  # the event loop was closed around this
+                writer.transport.abort()  # close() would wait for a viewer that does not read
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._token is not None and not await self._is_welcome(reader):
@@ -185,6 +186,8 @@ class EventServer:
                 task.result()
         finally:
             self._remove_viewer(viewer)
+            if sending.get_loop().is_closed():
+                return  # nothing can be awaited any more, and nothing runs
             for task in (sending, reading):
                 task.cancel()
             await asyncio.gather(sending, reading, return_exceptions=True)

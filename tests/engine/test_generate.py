@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import gc
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any
