@@ -186,11 +186,10 @@ class EventServer:
                 task.result()
         finally:
             self._remove_viewer(viewer)
-            if sending.get_loop().is_closed():
-                return  # nothing can be awaited any more, and nothing runs
-            for task in (sending, reading):
-                task.cancel()
-            await asyncio.gather(sending, reading, return_exceptions=True)
+            if not sending.get_loop().is_closed():  # else nothing runs, and nothing can be awaited
+                for task in (sending, reading):
+                    task.cancel()
+                await asyncio.gather(sending, reading, return_exceptions=True)
 
     async def _is_welcome(self, reader: asyncio.StreamReader) -> bool:
         assert self._token is not None
