@@ -183,7 +183,7 @@ def paused(bench: Bench) -> None:
 
 def starting(bench: Bench) -> None:
     """For ever: the weights do not come."""
-    bench.executor.load_model = Future  # type: ignore[method-assign,assignment]
+    bench.executor.load_model = Future  # type: ignore[method-assign]
     bench.background = bench.loop.create_task(bench.engine.start())
     bench.loop.run_until_complete(asyncio.sleep(0.001))
 

@@ -80,7 +80,7 @@ async def by_cancelled_task(stream: Any, seconds: float) -> Any:
 
 
 async def by_default_value(stream: Any, seconds: float) -> Any:
-    output = await asyncio.wait_for(anext(stream, None), seconds)  # type: ignore[arg-type]
+    output = await asyncio.wait_for(anext(stream, None), seconds)
     if output is None:
         raise StopAsyncIteration
     return output
