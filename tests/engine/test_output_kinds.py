@@ -315,3 +315,21 @@ def cost_of_outputs(kind: RequestOutputKind, *, history: int) -> float:
 def test_a_token_costs_the_same_after_a_hundred_thousand_others(kind: RequestOutputKind) -> None:
     """Copying what there is would take half a millisecond."""
     assert cost_of_outputs(kind, history=100_000) < 3 * cost_of_outputs(kind, history=10) + 20e-6
+
+
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+@pytest.mark.parametrize("n", [1, 2])
+async def test_what_is_taken_after_the_end_is_the_end_again(kind: RequestOutputKind, n: int) -> None:
+    """It does not wait for an output that cannot come."""
+    collector = OutputCollector("r", [1], prompt=None, queued_time=0.0, with_logprobs=False, output_kind=kind, num_completions=n)
+    for index in range(n):
+        collector.push(index, "a", [7])
+        collector.finish(index, "length", now=1.0)
+    first = await asyncio.wait_for(collector.take(), 5)
+    assert (first.text, first.finished) == ("a", True)
+    for _ in range(3):
+        again = await asyncio.wait_for(collector.take(), 5)
+        assert again.finished
+        assert [completion.finish_reason for completion in again.outputs] == ["length"] * n
+        is_delta = kind is RequestOutputKind.DELTA
+        assert (again.text, again.token_ids, again.text_delta) == (("", [], "") if is_delta else ("a", [7], ""))
