@@ -462,14 +462,18 @@ def test_a_dropped_engine_says_so_and_cleans_up(tmp_path: Path, end: str) -> Non
     assert len(read_recording(tmp_path / "steps.jsonl").events) > 1
 
 
-async def test_an_engine_that_was_shut_down_or_never_started_ends_in_silence() -> None:
+async def test_an_engine_that_was_shut_down_or_never_started_ends_in_silence(caplog: pytest.LogCaptureFixture) -> None:
     AsyncEngine(executor=FakeExecutor())
     async with AsyncEngine(executor=FakeExecutor()) as engine:
         await engine.generate_batch([[1]], SHORT)
+        stream = engine.generate([1], ENDLESS)
+        await anext(stream)
     unstarted = AsyncEngine(executor=FakeExecutor())
     await unstarted.shutdown()
-    del engine, unstarted
+    del engine, unstarted, stream
     gc.collect()
+    await asyncio.sleep(0)
+    assert caplog.records == []
 
 
 async def test_a_shutdown_that_was_cancelled_can_be_done_again(start_rig: Any) -> None:
