@@ -8,8 +8,8 @@ import sys
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -223,25 +223,20 @@ class EngineLife(ABC):
         if self._starting is not None and not self._starting.done():
             self._starting.cancel()
             await asyncio.wait([self._starting])
-        # Last in, first out; each is done, also if one before it fails.
-        async with AsyncExitStack() as stack:
-            stack.callback(self._bus.close)
-            stack.push_async_callback(self._publisher.close)
-            stack.callback(self._stop_structured_output)
-            stack.push_async_callback(self._wait_for_executor)
-            if self._output is not None:
-                self._output.fail_all(EngineDeadError("the engine was shut down"))
-            if self._core is not None:
-                await self._core.stop()
-            if self._draining is not None:
-                await asyncio.wait([self._draining])
+        if self._output is not None:
+            self._output.fail_all(EngineDeadError("the engine was shut down"))
+        await _each(self._stop_core, self._wait_for_executor, self._stop_structured_output, self._publisher.close, self._close_bus)
 
     async def _stop_after_loop(self) -> None:
         """As `_stop`, in another event loop, after the engine's own one was closed."""
-        async with AsyncExitStack() as stack:
-            stack.push_async_callback(asyncio.to_thread, self._publisher.close_recording)
-            stack.push_async_callback(self._shutdown_executor)
-            self._end_at_once()
+        self._end_at_once()
+        await _each(self._shutdown_executor, partial(asyncio.to_thread, self._publisher.close_recording))
+
+    async def _stop_core(self) -> None:
+        if self._core is not None:
+            await self._core.stop()
+        if self._draining is not None:
+            await asyncio.wait([self._draining])
 
     def _end_at_once(self) -> None:
         """Whatever can be ended without waiting: after the event loop was closed, or in it, when the engine was dropped."""
@@ -249,13 +244,17 @@ class EngineLife(ABC):
             self._output.fail_all(EngineDeadError("the engine was shut down"))
         if self._core is not None:
             self._core.abandon()
-        self._stop_structured_output()
+        if self._structured_output is not None:
+            self._structured_output.shutdown()
         self._publisher.abandon()
         self._bus.close()
 
-    def _stop_structured_output(self) -> None:
+    async def _stop_structured_output(self) -> None:
         if self._structured_output is not None:
             self._structured_output.shutdown()
+
+    async def _close_bus(self) -> None:
+        self._bus.close()
 
     async def _wait_for_executor(self) -> None:
         await self._stop_executor()
@@ -333,6 +332,21 @@ class EngineLife(ABC):
         """Raise AioEngineError if the event loop of the engine runs in another thread: what `call` reads changes there."""
         if self._loop is not None and self._loop.is_running():
             check_loop(self._loop, call)
+
+
+async def _each(*parts: Callable[[], Awaitable[None]]) -> None:
+    """Do all of them, also if one fails, and then raise what the first one failed of.
+
+    Not so when this is cancelled or its event loop was closed: then nothing more can be awaited here.
+    """
+    errors = []
+    for part in parts:
+        try:
+            await part()
+        except Exception as exc:
+            errors.append(exc)
+    if errors:
+        raise errors[0]
 
 
 async def _end_requests(core: EngineCore) -> None:
