@@ -312,5 +312,7 @@ class _Viewer:
 
     def cut(self) -> None:
         """End the connection, whether or not there is an event loop that knows of it."""
-        with contextlib.suppress(OSError):
-            self._writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+        connection = self._writer.get_extra_info("socket")
+        if connection is not None:  # else the event loop has closed it, as uvloop does
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)

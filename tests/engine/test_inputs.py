@@ -100,7 +100,8 @@ async def test_a_prompt_of_every_length_around_the_limit(start_rig: Any, kind: s
         for length in (32, 33, 64):
             with pytest.raises(InvalidRequestError, match=f"{length} tokens, but at most 31 fit: max_model_len is 32"):
                 await rig.engine.generate_batch([prompt(length)])
-        for empty in ("", [], ()):
+        empties: tuple[Any, ...] = ("", [], ())
+        for empty in empties:
             with pytest.raises(InvalidRequestError, match="the prompt is empty"):
                 await rig.engine.generate_batch([empty])
         rig.engine.check_health()
