@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from aioengine.config import EngineConfig
     from aioengine.core.scheduler_output import SchedulerOutput
     from aioengine.engine.async_engine import AsyncEngine
+    from aioengine.engine.output_stream import OutputStream
     from aioengine.errors import (
         AioEngineError,
         ConfigError,
@@ -37,6 +38,7 @@ _MODULES = {
     "EngineOverloadedError": "aioengine.errors",
     "InvalidRequestError": "aioengine.errors",
     "ModelError": "aioengine.errors",
+    "OutputStream": "aioengine.engine.output_stream",
     "RequestMetrics": "aioengine.outputs",
     "RequestOutput": "aioengine.outputs",
     "RequestOutputKind": "aioengine.sampling_params",
@@ -59,6 +61,7 @@ __all__ = [
     "EngineOverloadedError",
     "InvalidRequestError",
     "ModelError",
+    "OutputStream",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
