@@ -70,3 +70,13 @@ class Publisher:
             self._recording.close()
         if self._recorder is not None:
             await asyncio.to_thread(self._recorder.close)
+
+    def abandon(self) -> None:
+        """As `close`, without waiting, after the event loop was closed; the recording stays open."""
+        if self._server is not None:
+            self._server.abandon()
+
+    def close_recording(self) -> None:
+        """Write the rest of the recording and close it; blocks. Idempotent."""
+        if self._recorder is not None:
+            self._recorder.close()

@@ -95,6 +95,35 @@ async def test_a_request_that_can_never_fit_the_kv_cache_is_refused(start_rig: A
         await rig.settle()
 
 
+@pytest.mark.parametrize("kind", ["token ids", "text"])
+async def test_a_prompt_of_every_length_around_the_limit(start_rig: Any, kind: str) -> None:
+    """One token is always generated, so the last one is taken up to max_model_len - 1; nothing above disturbs anybody."""
+    max_model_len = 32
+
+    def prompt(length: int) -> Any:
+        return [1] * length if kind == "token ids" else "x" * (length - 1)  # and <bos>
+
+    async with start_rig(max_model_len=max_model_len) as rig:
+        for length in (1, 2, 30, 31):
+            if kind == "text" and length == 1:
+                continue
+            for max_tokens in (1, 5, None):
+                params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+                (output,) = await rig.engine.generate_batch([prompt(length)], params)
+                room = max_model_len - length
+                assert len(output.prompt_token_ids) == length
+                assert (output.finish_reason, len(output.token_ids)) == ("length", min(room, max_tokens or room))
+        for length in (32, 33, 64):
+            with pytest.raises(InvalidRequestError, match=f"{length} tokens, but at most 31 fit: max_model_len is 32"):
+                await rig.engine.generate_batch([prompt(length)])
+        empties: tuple[Any, ...] = ("", [], ())
+        for empty in empties:
+            with pytest.raises(InvalidRequestError, match="the prompt is empty"):
+                await rig.engine.generate_batch([empty])
+        rig.engine.check_health()
+        await rig.settle()
+
+
 async def test_arrays_are_token_ids(rig: Any) -> None:
     (from_array,) = await rig.engine.generate_batch([np.array([1, 2, 3])], SamplingParams(temperature=0))
     (from_list,) = await rig.engine.generate_batch([(1, 2, 3)], SamplingParams(temperature=0))

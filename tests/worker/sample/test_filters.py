@@ -129,6 +129,15 @@ def test_min_p_keeps_the_same_tokens_as_transformers(min_p: float) -> None:
     assert ours.any(dim=-1).all()
 
 
+def test_a_tiny_top_p_keeps_one_token_and_top_k_goes_before_top_p() -> None:
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().repeat(5, 1)
+    result = kept(logits, [0, 1, 5, 2, 2], [1e-9, 1.0, 1.0, 0.57, 0.58])
+    # Of the two that top_k leaves the first has 4/7 of the mass, and of all four 0.4: only in this order 0.57 keeps one.
+    assert result.sum(1).tolist() == [1, 1, 4, 1, 2]
+    ties = torch.zeros(2, 7)
+    assert kept(ties, [1, 0], [1.0, 1e-9]).nonzero().tolist() == [[0, 0], [1, 0]], "of equals the lowest id"
+
+
 def test_min_p_of_zero_keeps_all_next_to_a_row_that_filters() -> None:
     logits = random_logits(2, 50)
     result = torch.isfinite(apply_min_p(logits.clone(), torch.tensor([-math.inf, 0.0])))

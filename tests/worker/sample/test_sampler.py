@@ -49,6 +49,19 @@ def test_a_greedy_row_among_random_ones() -> None:
     assert tokens[[0, 1, 3, 4]].tolist() == run(logits[[0, 1, 3, 4]], mixed[:2] + mixed[3:]).token_ids.tolist()
 
 
+@pytest.mark.parametrize("scale", [1.0, 1e4, 1e30, 1e36])
+def test_tiny_temperatures_give_the_largest_logit_and_no_nan_beside_greedy_and_random_rows(scale: float) -> None:
+    """Whatever the size of the logits: dividing by the temperature overflows nothing."""
+    logits = random_logits(6, 300).clamp(-9, 9) / 10 * scale
+    temperatures = [0.0, 1e-6, 1e-5, 1e-4, 1e-2, 1.0]
+    output = run(logits, [params(temperature=temperature, logprobs=2) for temperature in temperatures])
+    assert output.token_ids[:3].tolist() == logits[:3].argmax(-1).tolist()
+    alone = [run(logits[row : row + 1], [params(temperature=t, logprobs=2)]).token_ids.item() for row, t in enumerate(temperatures)]
+    assert output.token_ids.tolist() == alone
+    if scale > 1:
+        assert output.token_ids.tolist() == logits.argmax(-1).tolist(), "nothing else has any weight"
+
+
 MIXED: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 1.0},
