@@ -111,7 +111,8 @@ class OutputStream(AsyncIterator[RequestOutput]):
     an `asyncio.timeout()` around it. Nothing is lost, nothing comes twice.
 
     What was aborted in one of these ways, but for `aclose()`, can still be read to its end: an output with the finish_reason
-    "abort", or an AioEngineError if its prompt was still being prepared. One reader at a time: a second `anext()` while one waits raises AioEngineError.
+    "abort", or an AioEngineError if its prompt was still being prepared. One reader at a time: a second `anext()` while one
+    waits raises AioEngineError.
     """
 
     __slots__ = (

@@ -396,7 +396,7 @@ def nothing_is_left(executor: FakeExecutor, tmp_path: Path) -> bool:
 
 
 @pytest.mark.skipif("sys.platform == 'win32'")
-@pytest.mark.filterwarnings("ignore:unclosed transport:ResourceWarning", "ignore:loop is closed:ResourceWarning")  # asyncio's own
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning", "ignore:loop is closed:ResourceWarning")  # asyncio's own
 def test_after_its_loop_was_closed_another_one_frees_worker_recording_and_socket(tmp_path: Path, quiet_asyncio: None) -> None:
     executor = FakeExecutor(num_blocks=400, block_size=4, forward_s=0.0005)
     engine = AsyncEngine(executor=executor, block_size=4, **publishing(tmp_path))
