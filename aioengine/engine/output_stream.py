@@ -110,8 +110,9 @@ class OutputStream(AsyncIterator[RequestOutput]):
     that consists of it, leaves the request running, and the next `anext(stream)` returns what has come meanwhile. So does
     an `asyncio.timeout()` around it. Nothing is lost, nothing comes twice.
 
-    What was aborted in one of these ways, but for `aclose()`, can still be read to its end, an output with the finish_reason
-    "abort". One reader at a time: a second `anext()` while one waits raises AioEngineError.
+    What was aborted in one of these ways, but for `aclose()`, can still be read to its end: an output with the finish_reason
+    "abort", or an AioEngineError if its prompt was still being prepared. One reader at a time: a second `anext()` while one
+    waits raises AioEngineError.
     """
 
     __slots__ = (

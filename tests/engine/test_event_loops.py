@@ -228,7 +228,7 @@ def stopping(bench: Bench) -> None:
     shutdown, released = bench.executor.shutdown, threading.Event()
 
     def wait_and_shut_down() -> None:
-        released.wait(0.05)
+        released.wait(0.02)
         released.set()
         shutdown()
 
@@ -334,7 +334,7 @@ def expected_outcome(name: str, when: str, place: str) -> str | None:
 # ---------------------------------------------------------------------------------------------------- one by one
 async def test_another_loop_may_not_shut_the_engine_down_and_changes_nothing(start_rig: Any) -> None:
     async with start_rig(FakeExecutor(num_blocks=400, block_size=4, forward_s=0.0005)) as rig:
-        stream = rig.engine.generate([1, 2], ENDLESS)
+        stream = rig.engine.generate([1, 2], SamplingParams(max_tokens=60, ignore_eos=True))
         await anext(stream)
         with pytest.raises(AioEngineError, match=r"shutdown\(\): the engine runs in another event loop: it was started in <.*running"):
             await asyncio.to_thread(asyncio.run, rig.engine.shutdown())
@@ -396,7 +396,7 @@ def nothing_is_left(executor: FakeExecutor, tmp_path: Path) -> bool:
 
 
 @pytest.mark.skipif("sys.platform == 'win32'")
-@pytest.mark.filterwarnings("ignore:unclosed transport:ResourceWarning", "ignore:loop is closed:ResourceWarning")  # asyncio's own
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning", "ignore:loop is closed:ResourceWarning")  # asyncio's own
 def test_after_its_loop_was_closed_another_one_frees_worker_recording_and_socket(tmp_path: Path, quiet_asyncio: None) -> None:
     executor = FakeExecutor(num_blocks=400, block_size=4, forward_s=0.0005)
     engine = AsyncEngine(executor=executor, block_size=4, **publishing(tmp_path))
@@ -569,7 +569,10 @@ else:
 """
 
 
-@pytest.mark.parametrize("words", ["plain", "raises", "drops", "thread", "closes", "closes drops", "plain hangs"])
+MORE_WORDS = [pytest.param(words, marks=pytest.mark.slow) for words in ("raises", "drops", "closes", "plain hangs")]
+
+
+@pytest.mark.parametrize("words", ["plain", "thread", "closes drops", *MORE_WORDS])
 def test_a_process_ends_whatever_was_forgotten(tmp_path: Path, words: str) -> None:
     start = time.perf_counter()
     result = subprocess.run(
