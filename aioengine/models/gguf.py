@@ -13,7 +13,7 @@ from __future__ import annotations
 import mmap
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -22,7 +22,7 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from aioengine.errors import ModelError
-from aioengine.layers.weight_format import PackedRows
+from aioengine.layers.weight_format import PackedRows, StoredTensor
 from aioengine.models.dequantize import dequantize_into, plain_dtype
 
 Scalar = int | float | bool | str
@@ -59,6 +59,10 @@ _LAYER_NAMES = {
 }
 # Read into the config when the file is converted (Llama 3's long-context frequencies).
 ROPE_FACTORS = "rope_freqs.weight"
+# Frequencies that follow from the config, in old files.
+_REPEATED = re.compile(r"blk\.\d+\.attn_rot_embd\.weight|rope_freqs\.weight")
+# Tensors that may have a bias. A model has the biases of a group or has not: those that a file leaves out are zeros.
+_BIASED = (("attn_q", "attn_k", "attn_v", "attn_output"), ("ffn_gate", "ffn_up", "ffn_down"))
 
 
 _FLOAT_KINDS = frozenset({GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16})
@@ -75,10 +79,15 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class ArrayInfo:
-    """A metadata array, which is not kept: only the tokenizer's conversion needs its items."""
+    """A metadata array, which is not kept: only the conversion needs its items (`GGUFFile.strings`, `GGUFFile.numbers`)."""
 
     num_items: int
-    of_strings: bool
+    code: str  # the items' letter in `struct`; "" for strings
+    start: int  # of the first item, in bytes from the start of the file
+
+    @property
+    def of_strings(self) -> bool:
+        return self.code == ""
 
 
 Value = Scalar | ArrayInfo
@@ -93,19 +102,6 @@ class GGUFHeader:
     @property
     def architecture(self) -> str:
         return str(self.metadata["general.architecture"])
-
-    def number(self, key: str) -> int | None:
-        """A count under the architecture's prefix, such as "attention.head_count"; None if absent or an array.
-
-        Raises ModelError for a negative one.
-        """
-        name = f"{self.architecture}.{key}"
-        value = self.metadata.get(name)
-        if not isinstance(value, int) or isinstance(value, bool):
-            return None
-        if value < 0:
-            raise ModelError(f"{self.path}: {name} must not be negative, got {value}")
-        return value
 
 
 def split_files(path: Path) -> tuple[Path, ...]:
@@ -141,6 +137,44 @@ class GGUFFile:
         rows = info.shape[0] if len(info.shape) > 1 else 1
         return self._bytes[info.start : info.start + info.num_bytes].view(rows, -1)
 
+    def strings(self, key: str) -> list[str]:
+        """The items of a metadata array of strings. Raises ModelError if it is something else or not UTF-8."""
+        info = self.header.metadata.get(key)
+        if not isinstance(info, ArrayInfo) or not info.of_strings:
+            raise ModelError(f"{self.header.path}: {key} must be an array of strings, got {info!r:.200}")
+        cursor = _Cursor(self._mapped, self.header.path)
+        cursor.at = info.start
+        return [cursor.string(f"an item of {key}") for _ in range(info.num_items)]
+
+    def numbers(self, key: str) -> list[float]:
+        """The items of a metadata array of numbers. Raises ModelError if it is something else."""
+        info = self.header.metadata.get(key)
+        if not isinstance(info, ArrayInfo) or info.of_strings:
+            raise ModelError(f"{self.header.path}: {key} must be an array of numbers, got {info!r:.200}")
+        return list(struct.unpack_from(f"<{info.num_items}{info.code}", self._mapped, info.start))
+
+    def count(self, key: str) -> int | None:
+        """A count under the architecture's prefix, such as "attention.head_count"; None if absent. One for each layer is one if all agree.
+
+        Raises ModelError if it is no count, or if layers differ.
+        """
+        name = f"{self.header.architecture}.{key}"
+        value: object = self.header.metadata.get(name)
+        if isinstance(value, ArrayInfo) and value.num_items:
+            first, *others = numbers = self.numbers(name)
+            if any(other != first for other in others):
+                raise ModelError(
+                    f"{self.header.path}: {name} differs between layers ({numbers!r:.200}); only layers that are alike can be run"
+                )
+            value = first
+        if value is None:
+            return None
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ModelError(f"{self.header.path}: {name} must be a count, got {value!r:.200}")
+        if value < 0:
+            raise ModelError(f"{self.header.path}: {name} must not be negative, got {value}")
+        return value
+
     @property
     def is_quantized(self) -> bool:
         """A matrix is stored in blocks of few bits."""
@@ -149,7 +183,7 @@ class GGUFFile:
     def tensors(self) -> Iterator[GGUFTensor]:
         """Every weight, renamed. Raises ModelError for a tensor that no supported architecture has."""
         for info in self.header.tensors:
-            if info.name != ROPE_FACTORS:
+            if not _REPEATED.fullmatch(info.name):
                 yield GGUFTensor(self, info, transformers_name(info.name, self.header.path), self._heads_to_unpermute(info))
 
     def _heads_to_unpermute(self, info: TensorInfo) -> int:
@@ -161,9 +195,9 @@ class GGUFFile:
         part = info.name.split(".")[-2]
         if self.header.architecture != "llama" or part not in ("attn_q", "attn_k"):
             return 0
-        heads = self.header.number("attention.head_count") or 0
+        heads = self.count("attention.head_count") or 0
         if part == "attn_k":
-            heads = self.header.number("attention.head_count_kv") or heads
+            heads = self.count("attention.head_count_kv") or heads
         if heads and info.shape[0] % (2 * heads):
             raise ModelError(
                 f"{self.header.path}: tensor {info.name!r} has {info.shape[0]} rows, which are not {heads} heads of an even size"
@@ -203,6 +237,43 @@ class GGUFTensor:
         """[rows, bytes_per_row] uint8 in transformers' order; blocks run along a row, so rows move whole."""
         rows = self.file.raw(self.info)
         return _unpermute(rows, self.permuted_heads) if self.permuted_heads else rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Zeros:
+    """A bias that no file has: a `StoredTensor`."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    def read_into(self, out: torch.Tensor) -> None:
+        out.zero_()
+
+    def read_packed(self) -> PackedRows | None:
+        return None
+
+
+def open_gguf(paths: Sequence[Path]) -> Iterator[StoredTensor]:
+    """Every weight of a model, in one file or several, and zeros for biases that only some of its matrices have."""
+    files = [GGUFFile(path) for path in paths]
+    for file in files:
+        yield from file.tensors()
+    biased = biased_parts([info.name for file in files for info in file.header.tensors], files[0].header.architecture)
+    names = {info.name for file in files for info in file.header.tensors}
+    for file in files:
+        for info in file.header.tensors:
+            part = info.name.split(".")[-2]
+            bias = info.name.removesuffix("weight") + "bias"
+            if info.name.endswith(".weight") and part in biased and bias not in names:
+                yield _Zeros(transformers_name(bias, file.header.path), info.shape[:1])
+
+
+def biased_parts(names: Iterable[str], architecture: str) -> frozenset[str]:
+    """Which of a layer's matrices get a bias: "attn_q", ... A Qwen2 has those of queries, keys and values, and no other."""
+    if architecture == "qwen2":
+        return frozenset(_BIASED[0][:3])
+    found = {name.split(".")[-2] for name in names if name.endswith(".bias") and name.startswith("blk.")}
+    return frozenset(part for group in _BIASED for part in group if found.intersection(group))
 
 
 def read_vector(file: GGUFFile, info: TensorInfo, *, max_size: int) -> torch.Tensor:
@@ -304,11 +375,12 @@ class _Cursor:
             raise ModelError(f"{self.path} is damaged: an array of arrays at byte {self.at}")
         item_bytes = 8 if item == _STRING else struct.calcsize("<" + self._code(item))
         count = self.count("array items", limit=_MAX_ARRAY_ITEMS, item_bytes=item_bytes)
+        start = self.at
         if item == _STRING:
             self.skip_strings(count)
-        else:
-            self.advance(count * item_bytes)
-        return ArrayInfo(count, of_strings=item == _STRING)
+            return ArrayInfo(count, code="", start=start)
+        self.advance(count * item_bytes)
+        return ArrayInfo(count, code=self._code(item), start=start)
 
     def _code(self, kind: float) -> str:
         code = _SCALARS.get(int(kind))

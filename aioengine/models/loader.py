@@ -17,7 +17,7 @@ from aioengine.models.base import CausalLM
 from aioengine.models.config import DecoderConfig
 from aioengine.models.decoder import DecoderForCausalLM
 from aioengine.models.files import ModelFiles
-from aioengine.models.gguf import GGUFFile
+from aioengine.models.gguf import open_gguf
 from aioengine.models.json_file import read_json
 from aioengine.models.native_decoder import build_native, why_not_native
 from aioengine.models.registry import find_model_class
@@ -109,5 +109,8 @@ def _one_torch_thread() -> Iterator[None]:
 
 
 def _stored_tensors(files: ModelFiles) -> Iterator[StoredTensor]:
-    for path in files.weights:
-        yield from GGUFFile(path).tensors() if files.format == "gguf" else open_safetensors(path)
+    if files.format == "gguf":
+        yield from open_gguf(files.weights)
+    else:
+        for path in files.weights:
+            yield from open_safetensors(path)
