@@ -10,6 +10,7 @@ that the file merely states, and what is left after parsing is a header whose te
 
 from __future__ import annotations
 
+import logging
 import mmap
 import re
 import struct
@@ -24,6 +25,8 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from aioengine.errors import ModelError
 from aioengine.layers.weight_format import PackedRows, StoredTensor
 from aioengine.models.dequantize import dequantize_into, plain_dtype
+
+logger = logging.getLogger(__name__)
 
 Scalar = int | float | bool | str
 
@@ -274,6 +277,24 @@ def biased_parts(names: Iterable[str], architecture: str) -> frozenset[str]:
         return frozenset(_BIASED[0][:3])
     found = {name.split(".")[-2] for name in names if name.endswith(".bias") and name.startswith("blk.")}
     return frozenset(part for group in _BIASED for part in group if found.intersection(group))
+
+
+def announce_dense(tensors: Iterable[StoredTensor]) -> None:
+    """Warn, in one line and before it happens, of quantized matrices that the native kernels keep as plain numbers."""
+    from aioengine_kernels.cpu.packing import supports_packing
+
+    stored_bytes, dense_bytes, reasons = 0, 0, dict[str, None]()
+    for stored in tensors:
+        if not isinstance(stored, GGUFTensor) or len(stored.shape) == 1 or plain_dtype(stored.info.kind) is not None:
+            continue
+        reason = supports_packing(stored.info.kind.name, stored.shape[1])
+        if reason is not None:
+            stored_bytes += stored.info.num_bytes
+            dense_bytes += 4 * stored.shape[0] * stored.shape[1]
+            reasons[reason] = None
+    if reasons:
+        shown = "; ".join(list(reasons)[:3])
+        logger.warning("weights of %d bytes in the file take %d bytes in memory, as float32: %s", stored_bytes, dense_bytes, shown)
 
 
 def read_vector(file: GGUFFile, info: TensorInfo, *, max_size: int) -> torch.Tensor:

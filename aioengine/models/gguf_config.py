@@ -106,7 +106,8 @@ class _Keys:
         return sorted(name for name in names if name not in self.used)
 
     def refusal(self, key: str, value: object, reason: str) -> ModelError:
-        return ModelError(f"{self.path}: {self.architecture}.{key} {reason}, got {value!r:.200}")
+        shown = f"{value:g}" if isinstance(value, float) else f"{value!r:.200}"
+        return ModelError(f"{self.path}: {self.architecture}.{key} {reason}, got {shown}")
 
 
 def check_file(files: Sequence[GGUFFile]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,14 @@ def add_tokenizer(writer: gguf.GGUFWriter) -> None:
     writer.add_chat_template("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}")
 
 
-def write_gguf(model: PreTrainedModel, path: Path, architecture: str, *, extra: Callable[[gguf.GGUFWriter], None] | None = None) -> Path:
+def write_gguf(
+    model: PreTrainedModel,
+    path: Path,
+    architecture: str,
+    *,
+    extra: Callable[[gguf.GGUFWriter], None] | None = None,
+    leave_out: Collection[str] = (),
+) -> Path:
     config: Any = model.config
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
@@ -131,7 +138,7 @@ def write_gguf(model: PreTrainedModel, path: Path, architecture: str, *, extra: 
     if extra is not None:
         extra(writer)
     for name, parameter in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
+        if name in leave_out or (name == "lm_head.weight" and config.tie_word_embeddings):
             continue
         weights = parameter.numpy().copy()
         heads = {"q_proj": HEADS, "k_proj": KV_HEADS}.get(name.split(".")[-2]) if architecture == "llama" else None

@@ -15,10 +15,10 @@ template <int F>
 struct Traits {
   static constexpr bool dense = F == kF32 || F == kF16 || F == kBF16;
   static constexpr bool nibbles = F == kQ4_0 || F == kQ4_1 || F == kQ4_K;
-  static constexpr bool minimum = F == kQ4_1 || F == kQ4_K;
-  static constexpr bool wide = F == kQ4_K || F == kQ6_K;  // float32 scales
+  static constexpr bool minimum = F == kQ4_1 || F == kQ4_K || F == kQ5_K;
+  static constexpr bool wide = F == kQ4_K || F == kQ6_K || F == kQ5_K;  // float32 scales
   static constexpr int halves = F == kQ6_K ? 2 : 1;       // scales a group
-  static constexpr int zero = nibbles ? (F == kQ4_0 ? 8 : 0) : 128;  // the quant that stands for 0
+  static constexpr int zero = minimum ? 0 : F == kQ4_0 ? 8 : 128;  // the quant that stands for 0
   static constexpr i64 quant_bytes = nibbles ? 256 : 512;
   static constexpr i64 scale_bytes = (wide ? 64 : 32) * (minimum || halves == 2 ? 2 : 1);
 };
@@ -294,6 +294,7 @@ static void linear_exact(const LinearArgs* a) {
     case kQ8_0: return exact_quantized<kQ8_0>(*a);
     case kQ4_K: return exact_quantized<kQ4_K>(*a);
     case kQ6_K: return exact_quantized<kQ6_K>(*a);
+    case kQ5_K: return exact_quantized<kQ5_K>(*a);
   }
 }
 
@@ -305,6 +306,7 @@ static void linear_fast(const LinearArgs* a) {
 #if AIO_ISA != 2  // 8 bits by 8 take AVX2 as many instructions as 8 by 16
     case kQ8_0: return integer_format<kQ8_0, true>(*a);
     case kQ6_K: return integer_format<kQ6_K, true>(*a);
+    case kQ5_K: return integer_format<kQ5_K, true>(*a);
 #endif
     default: return linear_exact(a);  // dense weights have no integer form
   }
