@@ -109,11 +109,11 @@ def read_vocabulary(file: GGUFFile) -> Vocabulary:
     tokens = _read_tokens(file)
     types = _read_types(file, len(tokens))
     sentencepiece = model == _SENTENCEPIECE
-    merges = tuple(file.strings(_PREFIX + "merges")) if not sentencepiece else ()
     if not sentencepiece and _PREFIX + "merges" not in metadata:
         raise ModelError(
             f"{path} has no {_PREFIX}merges: a byte-level vocabulary does not say without them how its tokens are put together"
         )
+    merges = tuple(file.strings(_PREFIX + "merges")) if not sentencepiece else ()
     special = _read_special(file, len(tokens), defaults=_DEFAULT_IDS if sentencepiece else {})
     ends, types = _find_ends(tokens, types, special)
     add_bos = _flag(file, "add_bos_token", default=sentencepiece or SPLITTINGS[pre].add_bos)
