@@ -51,7 +51,7 @@ def convert_gguf(path: Path, folder: Path, *, files: tuple[Path, ...]) -> None:
         _write(temporary / "generation_config.json", {**ids, "eos_token_id": sorted(vocabulary.ends)})
         _write(temporary / "tokenizer.json", tokenizer, indent=None)
         _write(temporary / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **special})
-        template = metadata.get("tokenizer.chat_template")
+        template = metadata.get("tokenizer.chat_template", metadata.get("tokenizer.chat_template.default"))
         if isinstance(template, str):
             (temporary / "chat_template.jinja").write_text(template, encoding="utf-8")
         _check_ids(load_tokenizer(temporary).backend.get_vocab(), path=path, vocab_size=config["vocab_size"])

@@ -126,6 +126,9 @@ def check_file(files: Sequence[GGUFFile]) -> None:
         raise ModelError(f"{path}: split.count is {total!r:.200}, found {len(files)}; files of a split model must keep their names")
     if metadata.get("split.no", 0) != 0:
         raise ModelError(f"{path}: split.no is {metadata['split.no']!r:.200}, which is not that of the first of a model's files")
+    num_tensors = sum(len(file.header.tensors) for file in files)
+    if metadata.get("split.tensors.count", num_tensors) != num_tensors:
+        raise ModelError(f"{path}: split.tensors.count is {metadata['split.tensors.count']!r:.200}, found {num_tensors} tensors")
     for file in files:
         for info in file.header.tensors:
             if info.name != ROPE_FACTORS and not info.name.endswith(".attn_rot_embd.weight"):

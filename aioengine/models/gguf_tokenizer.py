@@ -12,6 +12,8 @@ from aioengine.models.gguf_split import SPLITTINGS
 from aioengine.models.gguf_vocabulary import TokenType, Vocabulary
 
 _SPACE = "▁"
+# Of all splits of all tokens, in letters: some ten times what the largest vocabularies need.
+_MAX_SPLIT_LETTERS = 1 << 28
 # Tokens whose white space to the right belongs to them; GGUF does not say so, llama.cpp goes by the model's name.
 _PHI3_NAMES = ("phi-3", "phi3")
 _PHI3_PLAIN = frozenset({"<unk>", "<s>", "<|endoftext|>"})
@@ -140,6 +142,9 @@ def _merges_of_scores(vocabulary: Vocabulary, path: Path) -> list[tuple[str, str
     Raises ModelError where the order is lost, and for a token whose letters are not all tokens.
     """
     tokens = vocabulary.tokens
+    if sum(len(text) ** 2 for text in tokens) > _MAX_SPLIT_LETTERS:
+        longest = max(map(len, tokens))
+        raise ModelError(f"{path}: tokenizer.ggml.tokens has too long tokens for a SentencePiece vocabulary, of up to {longest} letters")
     ids = {text: token for token, text in enumerate(tokens)}
     found: list[tuple[float, int, int, int, str, str]] = []
     scores: Counter[float] = Counter()

@@ -116,6 +116,7 @@ def read_vocabulary(file: GGUFFile) -> Vocabulary:
     merges = tuple(file.strings(_PREFIX + "merges")) if not sentencepiece else ()
     special = _read_special(file, len(tokens), defaults=_DEFAULT_IDS if sentencepiece else {})
     ends, types = _find_ends(tokens, types, special)
+    ends |= _listed_ends(file, len(tokens))
     add_bos = _flag(file, "add_bos_token", default=sentencepiece or SPLITTINGS[pre].add_bos)
     add_eos = _flag(file, "add_eos_token", default=False)
     return Vocabulary(
@@ -216,6 +217,18 @@ def _read_special(file: GGUFFile, count: int, *, defaults: Mapping[str, int]) ->
         else:
             logger.warning("%s: %s is %d, which is none of the %d tokens; left out", file.header.path, key, value, count)
     return found
+
+
+def _listed_ends(file: GGUFFile, count: int) -> frozenset[int]:
+    """Ids of `eos_token_ids`, which Ollama writes."""
+    key = _PREFIX + "eos_token_ids"
+    if key not in file.header.metadata:
+        return frozenset()
+    numbers = {int(number) for number in file.numbers(key)}
+    wrong = sorted(number for number in numbers if not 0 <= number < count)
+    if wrong:
+        logger.warning("%s: %s has %s, which are none of the %d tokens; left out", file.header.path, key, str(wrong)[:200], count)
+    return frozenset(numbers.difference(wrong))
 
 
 def _flag(file: GGUFFile, name: str, *, default: bool) -> bool:

@@ -187,6 +187,7 @@ REFUSED: dict[str, Any] = {
     "general.type": "adapter",
     "split.count": 3,
     "split.no": 1,
+    "split.tensors.count": 7,
 }
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -67,7 +68,7 @@ def bpe(word: str, merges: Sequence[tuple[str, str]]) -> list[str]:
     ranks = {pair: rank for rank, pair in reversed(list(enumerate(merges)))}
     parts = list(word)
     while True:
-        known = [(ranks[pair], i) for i, pair in enumerate(zip(parts, parts[1:], strict=False)) if pair in ranks]
+        known = [(ranks[pair], i) for i, pair in enumerate(itertools.pairwise(parts)) if pair in ranks]
         if not known:
             return parts
         _, i = min(known)
@@ -96,7 +97,7 @@ def test_merges_are_made_in_their_order_and_of_two_the_first_counts(
         assert tokenizer.encode(word).tokens == bpe(word, merges)
 
 
-TEXT = "Cửa Việt's 12345   x\tʼn 世界、カナ\n\n 3.5!? ÀÉ iPhone'LL नमस्ते  \r\n"
+TEXT = "Cửa Việt's 12345   x\tʼn 世界、カナ\n\n 3.5!? ÀÉ iPhone'LL नमस्ते  \r\n"  # noqa: RUF001
 # What the name's pattern makes of TEXT; each was compared with llama.cpp on 560 texts.
 PIECES: dict[str, str] = json.loads((Path(__file__).with_name("gguf_pieces.json")).read_text(encoding="utf-8"))
 
@@ -195,7 +196,7 @@ def merge_by_scores(text: str, scores: Mapping[str, float]) -> list[str]:
     """llm_tokenizer_spm_session::tokenize: the pair whose token has the highest score, the leftmost of equals."""
     parts = list(text)
     while True:
-        pairs = [(-scores[a + b], i) for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False)) if a + b in scores]
+        pairs = [(-scores[a + b], i) for i, (a, b) in enumerate(itertools.pairwise(parts)) if a + b in scores]
         if not pairs:
             return parts
         _, i = min(pairs)
@@ -269,6 +270,11 @@ def test_sentencepiece_without_an_order_of_its_tokens_is_refused(tmp_path: Path)
         read(tmp_path, **{**vocabulary, "scores": [float("nan")] * len(vocabulary["tokens"])})
 
 
+def test_tokens_too_long_to_be_put_together_are_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="too long tokens for a SentencePiece vocabulary, of up to 20000 letters"):
+        read(tmp_path, **sentencepiece(["a" * 20000, "a"]))
+
+
 def test_a_token_of_a_letter_that_is_no_token_is_refused(tmp_path: Path) -> None:
     """llama.cpp would put it together all the same; `tokenizers` cannot."""
     with pytest.raises(ModelError, match="'ab' can be put together from 'b', which is no token"):
@@ -298,6 +304,12 @@ def test_a_token_ends_a_turn_by_its_text_alone(text: str, tmp_path: Path) -> Non
 def test_a_token_ends_a_turn_by_its_key_alone(key: str, tmp_path: Path) -> None:
     vocabulary, _ = read(tmp_path, [*LETTERS, "<my-end>"], **{f"{key}_token_id": 256})
     assert vocabulary.ends == {256}
+
+
+def test_a_list_of_ends_counts_and_what_is_no_token_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    vocabulary, _ = read(tmp_path, [*LETTERS, "<1>", "<2>"], eos_token_ids=[256, 257, 999, -1])
+    assert vocabulary.ends == {256, 257}
+    assert "tokenizer.ggml.eos_token_ids has [-1, 999], which are none of the 258 tokens; left out" in caplog.text
 
 
 def test_all_places_count_together(tmp_path: Path) -> None:
