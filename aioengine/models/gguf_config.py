@@ -14,7 +14,8 @@ from types import MappingProxyType
 from typing import Any
 
 from aioengine.errors import ModelError
-from aioengine.models.gguf import ARCHITECTURES, ROPE_FACTORS, ArrayInfo, GGUFFile, biased_parts, read_vector, transformers_name
+from aioengine.models.gguf import ARCHITECTURES, ROPE_FACTORS, GGUFFile, biased_parts, read_vector, transformers_name
+from aioengine.models.gguf_header import ArrayInfo
 from aioengine.models.gguf_vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,8 @@ from enum import IntEnum
 from types import MappingProxyType
 
 from aioengine.errors import ModelError
-from aioengine.models.gguf import ArrayInfo, GGUFFile
+from aioengine.models.gguf import GGUFFile
+from aioengine.models.gguf_header import ArrayInfo
 from aioengine.models.gguf_split import SPLITTINGS
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,8 @@ from aioengine.errors import ModelError
 from aioengine.models.convert import convert_gguf
 from aioengine.models.dequantize import dequantize_into
 from aioengine.models.files import ModelFiles
-from aioengine.models.gguf import GGUFFile, read_header, split_files
+from aioengine.models.gguf import GGUFFile, split_files
+from aioengine.models.gguf_header import read_header
 from aioengine.models.hub import resolve_model
 from tests.models.support import VOCAB, assert_same, cases, load_ours, logits_of, random_model, reference_logits, some_tokens
 

@@ -15,7 +15,8 @@ from gguf.constants import GGMLQuantizationType
 from hypothesis import given
 
 from aioengine.errors import ModelError
-from aioengine.models.gguf import GGUFFile, read_header, read_vector, split_files
+from aioengine.models.gguf import GGUFFile, read_vector, split_files
+from aioengine.models.gguf_header import read_header
 from tests.models.untrusted import FUZZ, MODES, U64, Weights, damages, load, model_or_error, refused, write_config
 
 F32, Q4_1 = int(GGMLQuantizationType.F32), int(GGMLQuantizationType.Q4_1)
