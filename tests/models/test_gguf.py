@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -216,6 +218,14 @@ def test_conversion_happens_once_a_file(tmp_path: Path, cache: Path, monkeypatch
     resolve_model(str(path))
     assert calls != []
     assert calls[0] != first.folder
+
+
+def test_conversion_does_not_wait_for_transformers_to_be_imported(tmp_path: Path, cache: Path) -> None:
+    path = write_gguf(random_model(cases()["llama"]), tmp_path / "tiny.gguf", "llama")
+    script = (
+        "import sys; from aioengine.models.hub import resolve_model; resolve_model(sys.argv[1]); sys.exit('transformers' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script, str(path)], check=True, timeout=100)
 
 
 def test_truncation_anywhere_is_a_model_error(tmp_path: Path) -> None:

@@ -12,13 +12,36 @@ from aioengine_kernels.cpu.library import open_library
 
 # Names of ggml -> numbers in the C ABI.
 FORMATS = {
-    "F32": 0, "F16": 1, "BF16": 2, "Q4_0": 3, "Q4_1": 4, "Q8_0": 5, "Q4_K": 6, "Q6_K": 7, "Q5_0": 8,
-    "Q5_K": 9, "Q5_1": 10, "IQ4_NL": 11, "IQ4_XS": 12, "Q3_K": 13, "MXFP4": 14,
+    "F32": 0,
+    "F16": 1,
+    "BF16": 2,
+    "Q4_0": 3,
+    "Q4_1": 4,
+    "Q8_0": 5,
+    "Q4_K": 6,
+    "Q6_K": 7,
+    "Q5_0": 8,
+    "Q5_K": 9,
+    "Q5_1": 10,
+    "IQ4_NL": 11,
+    "IQ4_XS": 12,
+    "Q3_K": 13,
+    "MXFP4": 14,
 }
 # Columns and bytes of a block in a file.
 _STORED_BLOCKS = {
-    "Q4_0": (32, 18), "Q4_1": (32, 20), "Q8_0": (32, 34), "Q5_0": (32, 22), "Q4_K": (256, 144), "Q6_K": (256, 210),
-    "Q5_K": (256, 176), "Q5_1": (32, 24), "IQ4_NL": (32, 18), "IQ4_XS": (256, 136), "Q3_K": (256, 110), "MXFP4": (32, 17),
+    "Q4_0": (32, 18),
+    "Q4_1": (32, 20),
+    "Q8_0": (32, 34),
+    "Q5_0": (32, 22),
+    "Q4_K": (256, 144),
+    "Q6_K": (256, 210),
+    "Q5_K": (256, 176),
+    "Q5_1": (32, 24),
+    "IQ4_NL": (32, 18),
+    "IQ4_XS": (256, 136),
+    "Q3_K": (256, 110),
+    "MXFP4": (32, 17),
 }
 # Formats without panels of their own -> those that hold every one of their numbers exactly.
 _KEPT_AS = {"Q5_0": "Q8_0", "IQ4_NL": "Q8_0", "Q5_1": "Q5_K", "IQ4_XS": "Q6_K", "Q3_K": "Q6_K", "MXFP4": "Q6_K"}
