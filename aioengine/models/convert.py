@@ -54,8 +54,8 @@ def convert_gguf(path: Path, folder: Path, *, files: tuple[Path, ...]) -> None:
         template = metadata.get("tokenizer.chat_template", metadata.get("tokenizer.chat_template.default"))
         if isinstance(template, str):
             (temporary / "chat_template.jinja").write_text(template, encoding="utf-8")
-        _check_ids(load_tokenizer(temporary).backend.get_vocab(), path=path, vocab_size=config["vocab_size"])
         _write(temporary / MARKER, {"version": VERSION, "source": path.name})
+        _check_ids(load_tokenizer(temporary).backend.get_vocab(), path=path, vocab_size=config["vocab_size"])
         _install(temporary, folder)
 
 
