@@ -143,6 +143,8 @@ def config_json(files: Sequence[GGUFFile], vocabulary: Vocabulary) -> dict[str, 
     hidden, heads = keys.count("embedding_length"), keys.count("attention.head_count")
     layers, context = keys.count("block_count"), keys.count("context_length")
     head_dim = keys.count("attention.key_length", hidden // heads) or hidden // heads
+    if head_dim < 1:
+        raise keys.refusal("attention.head_count", heads, f"must be at most embedding_length ({hidden})")
     biased = biased_parts(tensors, keys.architecture)
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[keys.architecture]],

@@ -12,8 +12,8 @@ from aioengine.models.gguf_split import SPLITTINGS
 from aioengine.models.gguf_vocabulary import TokenType, Vocabulary
 
 _SPACE = "▁"
-# Of all splits of all tokens, in letters: some ten times what the largest vocabularies need.
-_MAX_SPLIT_LETTERS = 1 << 28
+# Of all splits of all tokens, in letters: some three times what a vocabulary of 256,000 needs.
+_MAX_SPLIT_LETTERS = 1 << 26
 # Tokens whose white space to the right belongs to them; GGUF does not say so, llama.cpp goes by the model's name.
 _PHI3_NAMES = ("phi-3", "phi3")
 _PHI3_PLAIN = frozenset({"<unk>", "<s>", "<|endoftext|>"})

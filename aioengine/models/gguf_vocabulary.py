@@ -177,8 +177,8 @@ def _read_types(file: GGUFFile, count: int) -> tuple[TokenType, ...]:
     if key not in file.header.metadata:
         return (TokenType.NORMAL,) * count
     numbers = _numbers(file, key, count)
-    known = {int(kind): kind for kind in TokenType}
-    return tuple(known.get(int(number), TokenType.UNDEFINED) for number in numbers)
+    known: dict[float, TokenType] = {int(kind): kind for kind in TokenType}
+    return tuple(known.get(number, TokenType.UNDEFINED) for number in numbers)
 
 
 def _read_scores(file: GGUFFile, count: int) -> tuple[float, ...]:
@@ -225,7 +225,10 @@ def _listed_ends(file: GGUFFile, count: int) -> frozenset[int]:
     key = _PREFIX + "eos_token_ids"
     if key not in file.header.metadata:
         return frozenset()
-    numbers = {int(number) for number in file.numbers(key)}
+    listed = file.numbers(key)
+    numbers = {number for number in listed if isinstance(number, int)}
+    if len(numbers) != len(set(listed)):
+        raise ModelError(f"{file.header.path}: {key} must be token ids, got {listed!r:.200}")
     wrong = sorted(number for number in numbers if not 0 <= number < count)
     if wrong:
         logger.warning("%s: %s has %s, which are none of the %d tokens; left out", file.header.path, key, str(wrong)[:200], count)

@@ -333,3 +333,15 @@ def test_a_qwen2_without_a_bias_on_values_is_read(tmp_path: Path) -> None:
         torch.nn.init.zeros_(model.state_dict()[name])
     path = write_gguf(model, tmp_path / "m.gguf", "qwen2", leave_out=gone)
     assert_same(our_logits(path), reference_logits(model, some_tokens()))
+
+
+def test_more_heads_than_numbers_are_refused(tmp_path: Path) -> None:
+    """The head size would be 0."""
+
+    def without(writer: gguf.GGUFWriter) -> None:
+        for data in writer.kv_data:
+            data.pop("llama.attention.key_length", None)
+
+    keys = {"attention.head_count": 65, "attention.head_count_kv": 65, "attention.scale": 0.25}
+    with pytest.raises(ModelError, match=r"attention\.head_count must be at most embedding_length \(64\), got 65"):
+        resolve_model(str(write(tmp_path, keys, more=without)))

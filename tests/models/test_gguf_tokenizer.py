@@ -23,7 +23,7 @@ from aioengine.models.files import read_model_info
 from aioengine.models.gguf import GGUFFile
 from aioengine.models.gguf_split import SPLITTINGS
 from aioengine.models.gguf_tokenizer import tokenizer_json
-from aioengine.models.gguf_vocabulary import Vocabulary, read_vocabulary
+from aioengine.models.gguf_vocabulary import TokenType, Vocabulary, read_vocabulary
 from aioengine.models.hub import resolve_model
 from aioengine.models.tokenizer import load_tokenizer
 from tests.models.support import cases, random_model
@@ -247,6 +247,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a merge of nothing": ({"merges": ["ab c"]}, "tokenizer.ggml.merges: 'ab c' needs 'ab'"),
     "BOS is no number": ({"bos_token_id": "x"}, "tokenizer.ggml.bos_token_id must be a token id, got 'x'"),
     "BOS or not": ({"add_bos_token": 3}, "tokenizer.ggml.add_bos_token must be true or false, got 3"),
+    "a list of ends that are no ids": ({"eos_token_ids": [1.5, float("nan")]}, "tokenizer.ggml.eos_token_ids must be token ids, got"),
     "no model": ({"model": None}, "tokenizer.ggml.model must be 'llama' or 'gpt2', got None"),
 }
 
@@ -310,6 +311,11 @@ def test_a_list_of_ends_counts_and_what_is_no_token_is_left_out(tmp_path: Path, 
     vocabulary, _ = read(tmp_path, [*LETTERS, "<1>", "<2>"], eos_token_ids=[256, 257, 999, -1])
     assert vocabulary.ends == {256, 257}
     assert "tokenizer.ggml.eos_token_ids has [-1, 999], which are none of the 258 tokens; left out" in caplog.text
+
+
+def test_types_that_are_no_whole_numbers_are_those_of_undefined_tokens(tmp_path: Path) -> None:
+    vocabulary, _ = read(tmp_path, list(LETTERS), token_type=[float("nan"), 3.0, *[1.0] * 254])
+    assert vocabulary.types[:3] == (TokenType.UNDEFINED, TokenType.CONTROL, TokenType.NORMAL)
 
 
 def test_all_places_count_together(tmp_path: Path) -> None:
