@@ -46,6 +46,7 @@ _ROPE_NUMBERS = (
     "beta_slow",
     "mscale",
     "mscale_all_dim",
+    "magnitude",
 )
 
 

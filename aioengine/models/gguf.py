@@ -1,46 +1,31 @@
-"""GGUF files: the header, and memory-mapped tensors under the names that transformers gives them.
+"""GGUF files: memory-mapped tensors under the names that transformers gives them.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Constants and the less common block formats come from
-the `gguf` package; its `GGUFReader` is not used, because it builds an array object for every token of the vocabulary,
-which takes seconds.
-
-A file may come from anybody. Every read is checked against the file's size before it happens, no memory is taken for a count
-that the file merely states, and what is left after parsing is a header whose tensors lie in the file, apart from each other.
+Constants and the less common block formats come from the `gguf` package.
 """
 
 from __future__ import annotations
 
-import mmap
+import logging
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
 import torch
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.constants import GGMLQuantizationType
 
 from aioengine.errors import ModelError
-from aioengine.layers.weight_format import PackedRows
+from aioengine.layers.weight_format import PackedRows, StoredTensor
 from aioengine.models.dequantize import dequantize_into, plain_dtype
+from aioengine.models.gguf_header import ArrayInfo, Cursor, TensorInfo, map_file, parse_header
 
-Scalar = int | float | bool | str
+logger = logging.getLogger(__name__)
 
 # GGUF's architecture -> transformers' class and model type
 ARCHITECTURES: Mapping[str, str] = MappingProxyType({"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"})
 
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
-# More than any real file has: the header is garbage.
-_MAX_KEYS = 1 << 16
-_MAX_TENSORS = 1 << 16
-_MAX_ARRAY_ITEMS = 1 << 22  # the largest vocabularies have 2^18 tokens and twice as many merges
-_MAX_STRING_BYTES = 1 << 24  # the longest are chat templates
-_MAX_NAME_BYTES = 1 << 12  # of keys and tensors
-_MIN_KEY_BYTES, _MIN_TENSOR_BYTES = 13, 32  # length, type and value; length, dimensions, size, type and offset
-_DEFAULT_ALIGNMENT = 32
-_ALIGNMENT_STEP = 8  # the format's rule; it also keeps every number at an address of its size
 _SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -59,53 +44,13 @@ _LAYER_NAMES = {
 }
 # Read into the config when the file is converted (Llama 3's long-context frequencies).
 ROPE_FACTORS = "rope_freqs.weight"
+# Frequencies that follow from the config, in old files.
+_REPEATED = re.compile(r"blk\.\d+\.attn_rot_embd\.weight|rope_freqs\.weight")
+# Tensors that may have a bias. A model has the biases of a group or has not: those that a file leaves out are zeros.
+_BIASED = (("attn_q", "attn_k", "attn_v", "attn_output"), ("ffn_gate", "ffn_up", "ffn_down"))
 
 
 _FLOAT_KINDS = frozenset({GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16})
-
-
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    name: str
-    shape: tuple[int, ...]  # rows first, as in torch
-    kind: GGMLQuantizationType
-    start: int  # bytes from the start of the file
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class ArrayInfo:
-    """A metadata array, which is not kept: only the tokenizer's conversion needs its items."""
-
-    num_items: int
-    of_strings: bool
-
-
-Value = Scalar | ArrayInfo
-
-
-@dataclass(frozen=True, slots=True)
-class GGUFHeader:
-    path: Path
-    metadata: Mapping[str, Value]
-    tensors: tuple[TensorInfo, ...]
-
-    @property
-    def architecture(self) -> str:
-        return str(self.metadata["general.architecture"])
-
-    def number(self, key: str) -> int | None:
-        """A count under the architecture's prefix, such as "attention.head_count"; None if absent or an array.
-
-        Raises ModelError for a negative one.
-        """
-        name = f"{self.architecture}.{key}"
-        value = self.metadata.get(name)
-        if not isinstance(value, int) or isinstance(value, bool):
-            return None
-        if value < 0:
-            raise ModelError(f"{self.path}: {name} must not be negative, got {value}")
-        return value
 
 
 def split_files(path: Path) -> tuple[Path, ...]:
@@ -123,23 +68,56 @@ def split_files(path: Path) -> tuple[Path, ...]:
     return files
 
 
-def read_header(path: Path) -> GGUFHeader:
-    """Parse a file's header. Raises ModelError if it is no GGUF file, truncated anywhere, or inconsistent."""
-    return _parse_header(path, _map_file(path))
-
-
 class GGUFFile:
     """A mapped file. Tensors are read from the page cache when asked for, and hold the mapping open."""
 
     def __init__(self, path: Path) -> None:
-        self._mapped = _map_file(path)
-        self.header = _parse_header(path, self._mapped)
+        self._mapped = map_file(path)
+        self.header = parse_header(path, self._mapped)
         self._bytes = torch.frombuffer(self._mapped, dtype=torch.uint8)  # [file size]
 
     def raw(self, info: TensorInfo) -> torch.Tensor:
         """The stored bytes as [rows, bytes_per_row] uint8; a vector is one row."""
         rows = info.shape[0] if len(info.shape) > 1 else 1
         return self._bytes[info.start : info.start + info.num_bytes].view(rows, -1)
+
+    def strings(self, key: str) -> list[str]:
+        """The items of a metadata array of strings. Raises ModelError if it is something else or not UTF-8."""
+        info = self.header.metadata.get(key)
+        if not isinstance(info, ArrayInfo) or not info.of_strings:
+            raise ModelError(f"{self.header.path}: {key} must be an array of strings, got {info!r:.200}")
+        cursor = Cursor(self._mapped, self.header.path)
+        cursor.at = info.start
+        return [cursor.string(f"an item of {key}") for _ in range(info.num_items)]
+
+    def numbers(self, key: str) -> list[float]:
+        """The items of a metadata array of numbers. Raises ModelError if it is something else."""
+        info = self.header.metadata.get(key)
+        if not isinstance(info, ArrayInfo) or info.of_strings:
+            raise ModelError(f"{self.header.path}: {key} must be an array of numbers, got {info!r:.200}")
+        return list(struct.unpack_from(f"<{info.num_items}{info.code}", self._mapped, info.start))
+
+    def count(self, key: str) -> int | None:
+        """A count under the architecture's prefix, such as "attention.head_count"; None if absent. One for each layer is one if all agree.
+
+        Raises ModelError if it is no count, or if layers differ.
+        """
+        name = f"{self.header.architecture}.{key}"
+        value: object = self.header.metadata.get(name)
+        if isinstance(value, ArrayInfo) and value.num_items:
+            first, *others = numbers = self.numbers(name)
+            if any(other != first for other in others):
+                raise ModelError(
+                    f"{self.header.path}: {name} differs between layers ({numbers!r:.200}); only layers that are alike can be run"
+                )
+            value = first
+        if value is None:
+            return None
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ModelError(f"{self.header.path}: {name} must be a count, got {value!r:.200}")
+        if value < 0:
+            raise ModelError(f"{self.header.path}: {name} must not be negative, got {value}")
+        return value
 
     @property
     def is_quantized(self) -> bool:
@@ -149,7 +127,7 @@ class GGUFFile:
     def tensors(self) -> Iterator[GGUFTensor]:
         """Every weight, renamed. Raises ModelError for a tensor that no supported architecture has."""
         for info in self.header.tensors:
-            if info.name != ROPE_FACTORS:
+            if not _REPEATED.fullmatch(info.name):
                 yield GGUFTensor(self, info, transformers_name(info.name, self.header.path), self._heads_to_unpermute(info))
 
     def _heads_to_unpermute(self, info: TensorInfo) -> int:
@@ -161,9 +139,9 @@ class GGUFFile:
         part = info.name.split(".")[-2]
         if self.header.architecture != "llama" or part not in ("attn_q", "attn_k"):
             return 0
-        heads = self.header.number("attention.head_count") or 0
+        heads = self.count("attention.head_count") or 0
         if part == "attn_k":
-            heads = self.header.number("attention.head_count_kv") or heads
+            heads = self.count("attention.head_count_kv") or heads
         if heads and info.shape[0] % (2 * heads):
             raise ModelError(
                 f"{self.header.path}: tensor {info.name!r} has {info.shape[0]} rows, which are not {heads} heads of an even size"
@@ -205,6 +183,61 @@ class GGUFTensor:
         return _unpermute(rows, self.permuted_heads) if self.permuted_heads else rows
 
 
+@dataclass(frozen=True, slots=True)
+class _Zeros:
+    """A bias that no file has: a `StoredTensor`."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    def read_into(self, out: torch.Tensor) -> None:
+        out.zero_()
+
+    def read_packed(self) -> PackedRows | None:
+        return None
+
+
+def open_gguf(paths: Sequence[Path]) -> Iterator[StoredTensor]:
+    """Every weight of a model, in one file or several, and zeros for biases that only some of its matrices have."""
+    files = [GGUFFile(path) for path in paths]
+    for file in files:
+        yield from file.tensors()
+    biased = biased_parts([info.name for file in files for info in file.header.tensors], files[0].header.architecture)
+    names = {info.name for file in files for info in file.header.tensors}
+    for file in files:
+        for info in file.header.tensors:
+            part = info.name.split(".")[-2]
+            bias = info.name.removesuffix("weight") + "bias"
+            if info.name.endswith(".weight") and part in biased and bias not in names:
+                yield _Zeros(transformers_name(bias, file.header.path), info.shape[:1])
+
+
+def biased_parts(names: Iterable[str], architecture: str) -> frozenset[str]:
+    """Which of a layer's matrices get a bias: "attn_q", ... A Qwen2 has those of queries, keys and values, and no other."""
+    if architecture == "qwen2":
+        return frozenset(_BIASED[0][:3])
+    found = {name.split(".")[-2] for name in names if name.endswith(".bias") and name.startswith("blk.")}
+    return frozenset(part for group in _BIASED for part in group if found.intersection(group))
+
+
+def announce_dense(tensors: Iterable[StoredTensor]) -> None:
+    """Warn, in one line and before it happens, of quantized matrices that the native kernels keep as plain numbers."""
+    from aioengine_kernels.cpu.packing import supports_packing
+
+    stored_bytes, dense_bytes, reasons = 0, 0, dict[str, None]()
+    for stored in tensors:
+        if not isinstance(stored, GGUFTensor) or len(stored.shape) == 1 or plain_dtype(stored.info.kind) is not None:
+            continue
+        reason = supports_packing(stored.info.kind.name, stored.shape[1])
+        if reason is not None:
+            stored_bytes += stored.info.num_bytes
+            dense_bytes += 4 * stored.shape[0] * stored.shape[1]
+            reasons[reason] = None
+    if reasons:
+        shown = "; ".join(list(reasons)[:3])
+        logger.warning("weights of %d bytes in the file take %d bytes in memory, as float32: %s", stored_bytes, dense_bytes, shown)
+
+
 def read_vector(file: GGUFFile, info: TensorInfo, *, max_size: int) -> torch.Tensor:
     """A one-dimensional tensor as float32. Raises ModelError for another shape or more than `max_size` numbers."""
     if len(info.shape) != 1 or info.shape[0] > max_size:
@@ -229,168 +262,3 @@ def transformers_name(name: str, path: Path) -> str:
     if prefix != "blk" or part not in _LAYER_NAMES:
         raise ModelError(f"{path}: tensor {name!r} belongs to a kind of model that is not supported")
     return f"model.layers.{layer}.{_LAYER_NAMES[part]}.{kind}"
-
-
-def _map_file(path: Path) -> mmap.mmap:
-    try:
-        with path.open("rb") as file:
-            # Copy on write: torch warns about tensors over read-only memory. Nothing writes to it.
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    except (OSError, ValueError) as error:  # ValueError: an empty file
-        raise ModelError(f"cannot read {path}: {error}") from error
-
-
-class _Cursor:
-    """Reads little-endian values in order; running off the end is a ModelError that says where."""
-
-    def __init__(self, data: mmap.mmap, path: Path) -> None:
-        self.data = data
-        self.size = len(data)
-        self.path = path
-        self.at = 0
-
-    def advance(self, count: int) -> int:
-        start = self.at
-        self.at = start + count
-        if self.at > self.size:
-            raise ModelError(f"{self.path} is truncated: the header needs byte {self.at}, the file has {self.size}")
-        return start
-
-    def scalar(self, code: str) -> int | float | bool:
-        layout = struct.Struct("<" + code)
-        (value,) = layout.unpack_from(self.data, self.advance(layout.size))
-        assert isinstance(value, int | float | bool)
-        return value
-
-    def count(self, what: str, *, limit: int, item_bytes: int) -> int:
-        """How many items follow, each of at least `item_bytes`: checked before anybody loops or takes memory."""
-        value = int(self.scalar("Q"))
-        if value > limit:
-            raise ModelError(f"{self.path} is damaged: {value} {what} before byte {self.at}, the limit is {limit}")
-        if value * item_bytes > self.size - self.at:
-            raise ModelError(
-                f"{self.path} is truncated: {value} {what} take at least {value * item_bytes} bytes from byte {self.at} on, "
-                f"the file has {self.size}"
-            )
-        return value
-
-    def string(self, what: str, *, limit: int = _MAX_STRING_BYTES) -> str:
-        length = self.count(f"bytes of {what}", limit=limit, item_bytes=1)
-        start = self.advance(length)
-        try:
-            return self.data[start : self.at].decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ModelError(f"{self.path} is damaged: {what} at byte {start} is not UTF-8") from error
-
-    def skip_strings(self, count: int) -> None:
-        """A vocabulary: 50,000 to 250,000 strings that only the tokenizer's conversion needs."""
-        unpack, data, at, end = struct.Struct("<Q").unpack_from, self.data, self.at, self.size - 8
-        for _ in range(count):
-            if at > end:
-                self.at = at
-                self.advance(8)
-            at += 8 + unpack(data, at)[0]
-        self.at = at
-        self.advance(0)
-
-    def value(self) -> Value:
-        kind = self.scalar("I")
-        if kind == _STRING:
-            return self.string("a value")
-        if kind != _ARRAY:
-            return self.scalar(self._code(kind))
-        item = self.scalar("I")
-        if item == _ARRAY:
-            raise ModelError(f"{self.path} is damaged: an array of arrays at byte {self.at}")
-        item_bytes = 8 if item == _STRING else struct.calcsize("<" + self._code(item))
-        count = self.count("array items", limit=_MAX_ARRAY_ITEMS, item_bytes=item_bytes)
-        if item == _STRING:
-            self.skip_strings(count)
-        else:
-            self.advance(count * item_bytes)
-        return ArrayInfo(count, of_strings=item == _STRING)
-
-    def _code(self, kind: float) -> str:
-        code = _SCALARS.get(int(kind))
-        if code is None:
-            raise ModelError(f"{self.path} is damaged: unknown value type {kind} at byte {self.at}")
-        return code
-
-
-def _parse_header(path: Path, data: mmap.mmap) -> GGUFHeader:
-    cursor = _Cursor(data, path)
-    magic = data[:4]
-    if magic != b"GGUF":
-        raise ModelError(f"{path} is not a GGUF file: it starts with {magic!r}, not b'GGUF'")
-    cursor.advance(4)
-    version = int(cursor.scalar("I"))
-    if version not in (2, 3):
-        raise ModelError(f"{path}: GGUF version {version} is not supported (2 and 3, little-endian, are)")
-    num_tensors = cursor.count("tensors", limit=_MAX_TENSORS, item_bytes=_MIN_TENSOR_BYTES)
-    num_keys = cursor.count("metadata keys", limit=_MAX_KEYS, item_bytes=_MIN_KEY_BYTES)
-    metadata: dict[str, Value] = {}
-    for _ in range(num_keys):
-        key = cursor.string("a metadata key", limit=_MAX_NAME_BYTES)
-        if key in metadata:
-            raise ModelError(f"{path} is damaged: the metadata key {key!r} appears twice")
-        metadata[key] = cursor.value()
-    if not isinstance(metadata.get("general.architecture"), str):
-        raise ModelError(f"{path} does not name its architecture (general.architecture)")
-    relative = [_read_info(cursor) for _ in range(num_tensors)]
-    alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
-    if not isinstance(alignment, int) or isinstance(alignment, bool) or alignment < 1 or alignment % _ALIGNMENT_STEP:
-        raise ModelError(f"{path} is damaged: general.alignment must be a multiple of {_ALIGNMENT_STEP}, got {alignment!r}")
-    start = -(-cursor.at // alignment) * alignment
-    tensors = tuple(_place(path, info, start, len(data), alignment) for info in relative)
-    _check_apart(path, tensors)
-    return GGUFHeader(path, MappingProxyType(metadata), tensors)
-
-
-def _check_apart(path: Path, tensors: tuple[TensorInfo, ...]) -> None:
-    """No name twice and no byte in two tensors: else a small file could pass for a large model."""
-    names: set[str] = set()
-    for info in tensors:
-        if info.name in names:
-            raise ModelError(f"{path} is damaged: tensor {info.name!r} appears twice")
-        names.add(info.name)
-    before: TensorInfo | None = None
-    for info in sorted(tensors, key=lambda info: info.start):
-        if before is not None and info.start < before.start + before.num_bytes:
-            raise ModelError(
-                f"{path} is damaged: tensor {info.name!r} starts at byte {info.start}, within {before.name!r}, "
-                f"which ends at byte {before.start + before.num_bytes}"
-            )
-        before = info
-
-
-def _read_info(cursor: _Cursor) -> TensorInfo:
-    name = cursor.string("a tensor's name", limit=_MAX_NAME_BYTES)
-    dimensions = int(cursor.scalar("I"))
-    if not 1 <= dimensions <= 4:
-        raise ModelError(f"{cursor.path} is damaged: tensor {name!r} has {dimensions} dimensions")
-    shape = tuple(int(cursor.scalar("Q")) for _ in range(dimensions))[::-1]
-    if 0 in shape:
-        raise ModelError(f"{cursor.path} is damaged: tensor {name!r} has the empty shape {list(shape)}")
-    number = int(cursor.scalar("I"))
-    offset = int(cursor.scalar("Q"))
-    try:
-        kind = GGMLQuantizationType(number)
-    except ValueError:
-        raise ModelError(f"{cursor.path}: tensor {name!r} has the unknown type {number}") from None
-    block_size, block_bytes = GGML_QUANT_SIZES[kind]
-    if shape[-1] % block_size:
-        raise ModelError(f"{cursor.path}: tensor {name!r} has rows of {shape[-1]}, not a multiple of the {kind.name} block of {block_size}")
-    count = 1
-    for size in shape:
-        count *= size
-    return TensorInfo(name, shape, kind, offset, count // block_size * block_bytes)
-
-
-def _place(path: Path, info: TensorInfo, data_start: int, file_size: int, alignment: int) -> TensorInfo:
-    """Turn the offset from the data section's start into one from the file's, within the file."""
-    if info.start % alignment:
-        raise ModelError(f"{path} is damaged: tensor {info.name!r} has the offset {info.start}, not a multiple of {alignment}")
-    start = data_start + info.start
-    if start + info.num_bytes > file_size:
-        raise ModelError(f"{path} is truncated: tensor {info.name!r} ends at byte {start + info.num_bytes}, the file has {file_size}")
-    return TensorInfo(info.name, info.shape, info.kind, start, info.num_bytes)

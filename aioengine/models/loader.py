@@ -16,7 +16,7 @@ from aioengine.models.base import CausalLM
 from aioengine.models.config import DecoderConfig
 from aioengine.models.decoder import DecoderForCausalLM
 from aioengine.models.files import ModelFiles
-from aioengine.models.gguf import GGUFFile
+from aioengine.models.gguf import announce_dense, open_gguf
 from aioengine.models.json_file import read_json
 from aioengine.models.native_decoder import build_native, why_not_native
 from aioengine.models.registry import find_model_class
@@ -57,6 +57,7 @@ def load_model(
             check_sizes(config, tensors)
         with torch.no_grad():
             if native:
+                announce_dense(tensors)
                 model = build_native(config, attention_backend=attention_backend, fast=weights == "fast")
             else:
                 model = family.build(config, attention_backend=attention_backend, dtype=dtype, device=device)
@@ -109,5 +110,8 @@ def _one_torch_thread() -> Iterator[None]:
 
 
 def _stored_tensors(files: ModelFiles) -> Iterator[StoredTensor]:
-    for path in files.weights:
-        yield from GGUFFile(path).tensors() if files.format == "gguf" else open_safetensors(path)
+    if files.format == "gguf":
+        yield from open_gguf(files.weights)
+    else:
+        for path in files.weights:
+            yield from open_safetensors(path)

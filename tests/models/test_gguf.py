@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,8 @@ from aioengine.errors import ModelError
 from aioengine.models.convert import convert_gguf
 from aioengine.models.dequantize import dequantize_into
 from aioengine.models.files import ModelFiles
-from aioengine.models.gguf import GGUFFile, read_header, split_files
+from aioengine.models.gguf import GGUFFile, split_files
+from aioengine.models.gguf_header import read_header
 from aioengine.models.hub import resolve_model
 from tests.models.support import VOCAB, assert_same, cases, load_ours, logits_of, random_model, reference_logits, some_tokens
 
@@ -114,7 +117,14 @@ def add_tokenizer(writer: gguf.GGUFWriter) -> None:
     writer.add_chat_template("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}")
 
 
-def write_gguf(model: PreTrainedModel, path: Path, architecture: str, *, extra: Callable[[gguf.GGUFWriter], None] | None = None) -> Path:
+def write_gguf(
+    model: PreTrainedModel,
+    path: Path,
+    architecture: str,
+    *,
+    extra: Callable[[gguf.GGUFWriter], None] | None = None,
+    leave_out: Collection[str] = (),
+) -> Path:
     config: Any = model.config
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
@@ -131,7 +141,7 @@ def write_gguf(model: PreTrainedModel, path: Path, architecture: str, *, extra: 
     if extra is not None:
         extra(writer)
     for name, parameter in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
+        if name in leave_out or (name == "lm_head.weight" and config.tie_word_embeddings):
             continue
         weights = parameter.numpy().copy()
         heads = {"q_proj": HEADS, "k_proj": KV_HEADS}.get(name.split(".")[-2]) if architecture == "llama" else None
@@ -208,6 +218,14 @@ def test_conversion_happens_once_a_file(tmp_path: Path, cache: Path, monkeypatch
     resolve_model(str(path))
     assert calls != []
     assert calls[0] != first.folder
+
+
+def test_conversion_does_not_wait_for_transformers_to_be_imported(tmp_path: Path, cache: Path) -> None:
+    path = write_gguf(random_model(cases()["llama"]), tmp_path / "tiny.gguf", "llama")
+    script = (
+        "import sys; from aioengine.models.hub import resolve_model; resolve_model(sys.argv[1]); sys.exit('transformers' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script, str(path)], check=True, timeout=100)
 
 
 def test_truncation_anywhere_is_a_model_error(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_facts(files: ModelFiles, tokenizer: Tokenizer) -> None:
     info = read_model_info(files)
     assert (info.num_layers, info.num_heads, info.num_kv_heads, info.head_dim) == (30, 9, 3, 64)
     assert info.max_position_embeddings == 8192
-    assert info.eos_token_ids == {2}
+    assert info.eos_token_ids == {0, 2, 4}  # as llama.cpp: <|endoftext|>, <|im_end|>, <reponame>
     assert tokenizer.vocab_size == info.vocab_size == 49152
 
 

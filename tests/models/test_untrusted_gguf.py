@@ -15,7 +15,11 @@ from gguf.constants import GGMLQuantizationType
 from hypothesis import given
 
 from aioengine.errors import ModelError
-from aioengine.models.gguf import GGUFFile, read_header, read_vector, split_files
+from aioengine.models.convert import convert_gguf
+from aioengine.models.gguf import GGUFFile, read_vector, split_files
+from aioengine.models.gguf_header import read_header
+from tests.models.support import cases, random_model
+from tests.models.test_gguf import write_gguf as write_whole_gguf
 from tests.models.untrusted import FUZZ, MODES, U64, Weights, damages, load, model_or_error, refused, write_config
 
 F32, Q4_1 = int(GGMLQuantizationType.F32), int(GGMLQuantizationType.Q4_1)
@@ -162,3 +166,23 @@ def test_damaged_gguf_loads_or_says_why(
     write_config(folder)
     (folder / "m.gguf").write_bytes(damage((gguf_folder / "m.gguf").read_bytes()))
     model_or_error(lambda: load(folder, weights))
+
+
+@pytest.fixture(scope="module")
+def convertible(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, int]:
+    """A whole model, and where its header ends: everything that a conversion reads is before that."""
+    path = write_whole_gguf(random_model(cases()["llama"]), tmp_path_factory.mktemp("whole") / "m.gguf", "llama")
+    return path.read_bytes(), min(info.start for info in read_header(path).tensors)
+
+
+@given(damage=damages())
+@FUZZ
+def test_a_damaged_gguf_is_converted_or_says_why(
+    damage: Callable[[bytes], bytes], convertible: tuple[bytes, int], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Vocabulary, special tokens and every numeric key."""
+    content, header_end = convertible
+    folder = tmp_path_factory.mktemp("damaged")
+    path = folder / "m.gguf"
+    path.write_bytes(damage(content[:header_end]) + content[header_end:])
+    model_or_error(lambda: convert_gguf(path, folder / "out", files=(path,)))
