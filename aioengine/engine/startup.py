@@ -64,7 +64,8 @@ def _find_model(config: EngineConfig) -> tuple[ModelFiles, ModelInfo, TextTokeni
 
     import torch
 
-    return files, read_model_info(files), load_tokenizer(folder), torch.cuda.is_available()
+    tokenizer = load_tokenizer(folder)
+    return files, read_model_info(files, tokenizer=tokenizer), tokenizer, torch.cuda.is_available()
 
 
 def _make_executor(config: ResolvedConfig, files: ModelFiles) -> Executor:

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from aioengine.errors import ModelError
+from aioengine.models.cache import cache_folder
 from aioengine.models.convert import convert_gguf, is_converted
 from aioengine.models.fetch import file_sha256
 from aioengine.models.files import ModelFiles, read_model_info
@@ -56,14 +57,6 @@ _REPOSITORY_FILES = (
 )
 # The same weights once more, in another layout.
 _REPOSITORY_IGNORED = ("consolidated*", "original/*", "onnx/*", "*/*.safetensors")
-
-
-def cache_folder() -> Path:
-    own = os.environ.get("AIOENGINE_CACHE")
-    if own:
-        return Path(own).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "aioengine"
 
 
 def resolve_model(name: str, *, progress: bool = True, allow_download: bool = True) -> ModelFiles:

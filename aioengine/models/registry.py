@@ -7,12 +7,16 @@ Other packages add families through the entry-point group "aioengine.models": th
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 from types import MappingProxyType
+from typing import Any
 
 from aioengine.errors import ModelError
 from aioengine.models.base import CausalLM
+
+logger = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "aioengine.models"
 BUILT_IN: Mapping[str, str] = MappingProxyType(
@@ -23,6 +27,37 @@ BUILT_IN: Mapping[str, str] = MappingProxyType(
         "Qwen3ForCausalLM": "aioengine.models.qwen3:Qwen3ForCausalLM",
     }
 )
+# `model_type` of config.json, which is what transformers goes by.
+MODEL_TYPES: Mapping[str, str] = MappingProxyType(
+    {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+)
+
+
+def architecture_of(raw: Mapping[str, Any]) -> str:
+    """The architecture of a config.json: a plugin's that `architectures` names, else that of `model_type`, else the one named.
+
+    Raises ModelError if there is neither, or if `architectures` names a class that has not the model's layers or head.
+    """
+    names, kind = raw.get("architectures"), raw.get("model_type")
+    named = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
+    by_type = MODEL_TYPES.get(kind) if isinstance(kind, str) else None
+    if named is None and by_type is None:
+        if isinstance(kind, str):
+            raise ModelError(f"model_type {kind!r:.100} is not supported; supported: {', '.join(sorted(MODEL_TYPES))}")
+        raise ModelError("config.json names no architecture (keys 'architectures' and 'model_type')")
+    if by_type is None or named == by_type or (named is not None and _is_plugin(named)):
+        assert named is not None
+        return named
+    if named is None or named.lower() in (by_type.lower(), by_type.removesuffix("ForCausalLM").lower() + "model"):
+        return by_type
+    if named in BUILT_IN:
+        logger.warning("config.json: architectures says %s, model_type %s: taken as %s", named, kind, by_type)
+        return by_type
+    return named
+
+
+def _is_plugin(architecture: str) -> bool:
+    return architecture not in BUILT_IN and architecture in {entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)}
 
 
 def find_model_class(architecture: str) -> type[CausalLM]:
