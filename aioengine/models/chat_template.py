@@ -120,7 +120,7 @@ def _environment() -> jinja2.Environment:
     class Namespace(jinja2.utils.Namespace):
         """`namespace` that takes no names which begin with an underscore."""
 
-        def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: N805  (so that a template may say namespace(self=...))
+        def __init__(*args: Any, **kwargs: Any) -> None:
             self, given = args[0], dict(*args[1:], **kwargs)
             for name in given:
                 _check_name(name)

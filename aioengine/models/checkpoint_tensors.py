@@ -28,7 +28,9 @@ _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 _BARE = re.compile(r"(layers\.\d|embed_tokens\.|norm\.)")  # how names begin that lack the prefix
 _BIAS = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\.[a-z]+_proj\.bias")
 # Numbers that only mean something together with a method of quantization: GPTQ, AWQ, fp8, compressed-tensors, bitsandbytes.
-_QUANTIZED = re.compile(r"\.(qweight|qzeros|g_idx|weight_packed|weight_scale(_inv)?|weight_zero_point|weight_shape|SCB|weight\.(absmax|quant_.*))$")
+_QUANTIZED = re.compile(
+    r"\.(qweight|qzeros|g_idx|weight_packed|weight_scale(_inv)?|weight_zero_point|weight_shape|SCB|weight\.(absmax|quant_.*))$"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,8 +204,9 @@ def contradictions(raw: Mapping[str, Any]) -> Iterator[str]:
         if lost is not None and isinstance(scaling, Mapping) and scaling.get("rope_theta") is None and raw.get("rope_theta") != lost:
             yield f"rope_theta {lost!r:.50} stands in rope_parameters only, which rope_scaling replaces; write it into rope_scaling"
     inner = scaling or parameters
-    if isinstance(inner, Mapping) and None not in (inner.get("rope_theta"), raw.get("rope_theta")) and inner["rope_theta"] != raw["rope_theta"]:
-        yield f"rope_theta {raw['rope_theta']!r:.50} does not count beside that of the rotary settings, {inner['rope_theta']!r:.50}"
+    beside, inside = raw.get("rope_theta"), inner.get("rope_theta") if isinstance(inner, Mapping) else None
+    if None not in (beside, inside) and beside != inside:
+        yield f"rope_theta {beside!r:.50} does not count beside that of the rotary settings, {inside!r:.50}"
     if None not in (raw.get("dtype"), raw.get("torch_dtype")) and str(raw["dtype"]) != str(raw["torch_dtype"]):
         yield f"torch_dtype {raw['torch_dtype']!r:.50} does not count beside dtype {raw['dtype']!r:.50}"
 

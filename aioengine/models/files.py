@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from aioengine.config import ModelInfo
 from aioengine.errors import ModelError
-from aioengine.models.config import contradictions, refuse_unsupported
+from aioengine.models.config import DecoderConfig, contradictions, refuse_unsupported
 from aioengine.models.gguf import GGUFFile
 from aioengine.models.json_file import read_json
 from aioengine.models.registry import architecture_of, find_model_class
@@ -35,19 +35,24 @@ class ModelFiles:
     format: Literal["gguf", "safetensors"]
 
 
+def check_config(folder: Path) -> tuple[str, DecoderConfig]:
+    """The architecture and the shape that config.json states. Raises ModelError naming the key that cannot be served."""
+    raw = read_json(folder / "config.json")
+    try:
+        refuse_unsupported(raw)
+        architecture = architecture_of(raw)
+        return architecture, find_model_class(architecture).read_config(raw)
+    except ModelError as error:
+        raise ModelError(f"{folder}: {error}") from error
+
+
 def read_model_info(files: ModelFiles, *, tokenizer: Tokenizer | None = None) -> ModelInfo:
     """The model's facts, from config.json and generation_config.json, and the ends of text that its tokenizer knows.
 
     Raises ModelError for a missing or broken config.json and for an architecture or a quantization that is not supported.
     """
+    architecture, config = check_config(files.folder)
     raw = read_json(files.folder / "config.json")
-    try:
-        refuse_unsupported(raw)
-        architecture = architecture_of(raw)
-        family = find_model_class(architecture)
-        config = family.read_config(raw)
-    except ModelError as error:
-        raise ModelError(f"{files.folder}: {error}") from error
     for contradiction in contradictions(raw):
         logger.warning("%s: config.json: %s", files.folder, contradiction)
     generation_path = files.folder / "generation_config.json"
@@ -64,7 +69,7 @@ def read_model_info(files: ModelFiles, *, tokenizer: Tokenizer | None = None) ->
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=_natural_dtype(raw, files),
-        eos_token_ids=_eos_token_ids(raw, generation, family, files, tokenizer, config.vocab_size),
+        eos_token_ids=_eos_token_ids(raw, generation, find_model_class(architecture), files, tokenizer, config.vocab_size),
         bos_token_id=min(bos[0] or bos[1], default=None),
         sliding_window=config.sliding_window,
         is_quantized=files.format == "gguf" and any(GGUFFile(path).is_quantized for path in files.weights),

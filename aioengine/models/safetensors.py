@@ -107,7 +107,9 @@ def open_all_safetensors(paths: Sequence[Path]) -> list[SafetensorsTensor]:
                 repeated.append(stored.name)
             found[stored.name] = stored
     if repeated:
-        logger.warning("%d tensors lie in two files, %s for one: it is taken from %s", len(repeated), repeated[0], found[repeated[0]].path.name)
+        logger.warning(
+            "%d tensors lie in two files, %s for one: it is taken from %s", len(repeated), repeated[0], found[repeated[0]].path.name
+        )
     return list(found.values())
 
 
