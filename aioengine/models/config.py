@@ -207,6 +207,8 @@ def contradictions(raw: Mapping[str, Any]) -> Iterator[str]:
     beside, inside = raw.get("rope_theta"), inner.get("rope_theta") if isinstance(inner, Mapping) else None
     if None not in (beside, inside) and beside != inside:
         yield f"rope_theta {beside!r:.50} does not count beside that of the rotary settings, {inside!r:.50}"
+    if raw.get("model_type") == "llama" and raw.get("sliding_window") is not None:
+        yield f"sliding_window {raw['sliding_window']!r:.50} does not count: Llama has no windows"
     if None not in (raw.get("dtype"), raw.get("torch_dtype")) and str(raw["dtype"]) != str(raw["torch_dtype"]):
         yield f"torch_dtype {raw['torch_dtype']!r:.50} does not count beside dtype {raw['dtype']!r:.50}"
 
@@ -249,18 +251,30 @@ def qwen_windows(raw: Mapping[str, Any], *, defaults: Mapping[str, Any]) -> list
     """The window of each layer. `layer_types` decides which have one; if it is absent they start at layer `max_window_layers`."""
     fields = {**defaults, **raw}
     size = window(fields, default=4096) if flag(fields, "use_sliding_window") else None
-    num_layers, first = _positive(fields, "num_hidden_layers"), fields.get("max_window_layers", 28)
+    first = fields.get("max_window_layers", 28)
     if first != 0:  # 0 is "all layers"
         first = _positive({"max_window_layers": first}, "max_window_layers")
+    return _layer_windows(fields, size=size, otherwise=[i >= first for i in range(_positive(fields, "num_hidden_layers"))])
+
+
+def mistral_windows(raw: Mapping[str, Any], *, defaults: Mapping[str, Any]) -> list[int | None]:
+    """The window of each layer: of all, unless `layer_types` is there. A null window means none; an absent key Mistral 7B's."""
+    fields = {**defaults, **raw}
+    return _layer_windows(fields, size=window(fields), otherwise=[True] * _positive(fields, "num_hidden_layers"))
+
+
+def _layer_windows(fields: Mapping[str, Any], *, size: int | None, otherwise: Sequence[bool]) -> list[int | None]:
+    """size: of the windowed layers. otherwise: which those are if `layer_types` does not say."""
     kinds = _layer_types(fields)
     if kinds is None:
-        return [size if i >= first else None for i in range(num_layers)]
-    if len(kinds) != num_layers:
-        raise ModelError(f"config.json: layer_types has {len(kinds)} entries, num_hidden_layers is {num_layers}")
+        return [size if windowed else None for windowed in otherwise]
+    if len(kinds) != len(otherwise):
+        raise ModelError(f"config.json: layer_types has {len(kinds)} entries, num_hidden_layers is {len(otherwise)}")
     if "sliding_attention" in kinds and size is None:
+        switch = f"use_sliding_window is {fields['use_sliding_window']!r:.50}, " if "use_sliding_window" in fields else ""
         raise ModelError(
             'config.json: layer_types has "sliding_attention", but there is no window: '
-            f"use_sliding_window is {fields.get('use_sliding_window')!r:.50}, sliding_window {fields.get('sliding_window')!r:.50}"
+            f"{switch}sliding_window is {fields.get('sliding_window')!r:.50}"
         )
     return [size if kind == "sliding_attention" else None for kind in kinds]
 

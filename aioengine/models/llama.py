@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from aioengine.models.config import DecoderConfig, decoder_config, flag, window
+from aioengine.models.config import DecoderConfig, decoder_config, flag, mistral_windows
 from aioengine.models.decoder import DecoderForCausalLM
 
 _DEFAULTS: Mapping[str, Any] = MappingProxyType(
@@ -38,5 +38,4 @@ class MistralForCausalLM(DecoderForCausalLM):
 
     @classmethod
     def read_config(cls, raw: Mapping[str, Any]) -> DecoderConfig:
-        # An explicit null means no window; an absent key means Mistral 7B's own. All layers have it, whatever layer_types says.
-        return decoder_config(raw, defaults=_MISTRAL_DEFAULTS, windows=[window({**_MISTRAL_DEFAULTS, **raw})])
+        return decoder_config(raw, defaults=_MISTRAL_DEFAULTS, windows=mistral_windows(raw, defaults=_MISTRAL_DEFAULTS))

@@ -110,13 +110,15 @@ def test_truncated_safetensors_is_a_model_error(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, r"'GPT2LMHeadModel' is not supported; supported: .*LlamaForCausalLM"),
-        ({"architectures": None}, "names no architecture"),
+        ({"architectures": None, "model_type": None}, "names no architecture"),
+        ({"architectures": None, "model_type": "phi3"}, "model_type 'phi3' is not supported; supported: llama, mistral, qwen2, qwen3"),
         ({"hidden_size": None}, "hidden_size must be a positive integer, got None"),
         ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "'longrope' is not supported"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "needs a number 'factor'"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
         ({"eos_token_id": "</s>"}, "eos_token_id must be a token id or a list"),
+        ({"bos_token_id": [True]}, "bos_token_id must be a token id or a list"),
     ],
 )
 def test_unusable_config_is_named(changes: dict[str, object], message: str, tmp_path: Path) -> None:
@@ -126,13 +128,6 @@ def test_unusable_config_is_named(changes: dict[str, object], message: str, tmp_
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     with pytest.raises(ModelError, match=message):
         read_model_info(files)
-
-
-def test_generation_config_states_several_eos_ids(tmp_path: Path) -> None:
-    files = save(random_model(cases()["llama"]), tmp_path)
-    assert read_model_info(files).eos_token_ids == {2}
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 9]}')
-    assert read_model_info(files).eos_token_ids == {5, 9}
 
 
 def test_qwen_windows_on_some_layers_only_are_refused(tmp_path: Path) -> None:

@@ -78,9 +78,9 @@ def test_templates_render_as_transformers_renders_them(name: str, tmp_path: Path
 def test_where_the_template_comes_from(tmp_path: Path) -> None:
     assert not load_tokenizer(write_tokenizer(tmp_path)).has_chat_template
     write_tokenizer(tmp_path, template=[{"name": "tool", "template": "t"}, {"name": "default", "template": "d"}])
-    assert load_tokenizer(tmp_path).apply_chat_template([]) == "d"
+    assert load_tokenizer(tmp_path).apply_chat_template(MESSAGES) == "d"
     (tmp_path / "chat_template.jinja").write_text("file")
-    assert load_tokenizer(tmp_path).apply_chat_template([]) == "file"
+    assert load_tokenizer(tmp_path).apply_chat_template(MESSAGES) == "file"
 
 
 def test_refused_messages_are_the_callers_error(tmp_path: Path) -> None:
