@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from aioengine.errors import ModelError
+from aioengine.config import EngineConfig
+from aioengine.errors import ConfigError, ModelError
 from aioengine.models.files import read_model_info
 from tests.models.support import assert_same, cases, load_ours, load_reference, logits_of, random_model, reference_logits, save, some_tokens
 
@@ -128,6 +130,40 @@ def test_unusable_config_is_named(changes: dict[str, object], message: str, tmp_
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     with pytest.raises(ModelError, match=message):
         read_model_info(files)
+
+
+@pytest.mark.parametrize(
+    ("rope", "expected"),
+    [
+        ({"rope_type": "linear", "factor": 2.5}, 320),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
+        ({"rope_type": "yarn", "factor": 2.0}, 256),
+        ({"rope_type": "linear", "factor": 0.5}, 128),
+        ({"rope_type": "dynamic", "factor": 4.0}, 128),  # its angles would change under the keys that are stored
+        ({"rope_type": "default"}, 128),
+    ],
+)
+def test_scaled_positions_reach_as_far_as_the_factor_says(rope: dict[str, Any], expected: int, tmp_path: Path) -> None:
+    files = save(random_model(cases()["llama"]), tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "rope_scaling": rope}))
+    info = read_model_info(files)
+    assert info.max_position_embeddings == expected
+    machine: dict[str, Any] = {"cuda_available": False, "free_memory_bytes": 1 << 40}
+    assert EngineConfig(max_model_len=expected).resolve(info, **machine).scheduler.max_model_len == expected
+    with pytest.raises(ConfigError, match=f"exceeds the {expected} positions"):
+        EngineConfig(max_model_len=expected + 1).resolve(info, **machine)
+    tokens = some_tokens(expected)
+    assert_same(logits_of(load_ours(files), tokens), reference_logits(load_reference(tmp_path), tokens))
+
+
+def test_a_scaling_beyond_the_rotary_table_ends_where_the_table_ends(tmp_path: Path) -> None:
+    files = save(random_model(cases()["llama"]), tmp_path)
+    path = tmp_path / "config.json"
+    rope = {"rope_type": "linear", "factor": 1e9}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "rope_scaling": rope}))
+    assert read_model_info(files).max_position_embeddings == (1 << 28) // 16
 
 
 def test_qwen_windows_on_some_layers_only_are_refused(tmp_path: Path) -> None:
