@@ -16,7 +16,7 @@ import tokenizers
 from aioengine.errors import ModelError
 from aioengine.models.chat_template import ChatTemplates
 from aioengine.models.json_file import MAX_BYTES
-from aioengine.models.tokenizer_files import is_converted_here, read_as_it_stands, read_as_transformers
+from aioengine.models.tokenizer_files import is_converted_here, one_line, read_as_it_stands, read_as_transformers
 
 # Special tokens that end a text or a turn wherever they occur, by llama.cpp's list (llama-vocab.cpp). Checkpoints of many
 # fine-tunes state the base model's end of text only.
@@ -105,8 +105,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         found = read_as_it_stands(folder) if is_converted_here(folder) else read_as_transformers(folder)
         return Tokenizer(found.backend, chat_template=found.chat_template, special_tokens=found.special_tokens)
     except Exception as error:  # tokenizers raises a bare Exception for a file it cannot read
-        raise ModelError(f"cannot read the tokenizer in {folder}: {error}") from error
+        raise ModelError(f"cannot read the tokenizer in {folder}: {one_line(error)}") from error
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # how a failed assertion of Rust code arrives, past `Exception`
             raise
-        raise ModelError(f"cannot read the tokenizer in {folder}: {error}") from error
+        raise ModelError(f"cannot read the tokenizer in {folder}: {one_line(error)}") from error

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 _VERSION = 1  # of what is kept in the cache
 # What transformers looks at, and the config.json whose model_type says which class reads them.
 _PATTERNS = ("*.json", "*.txt", "*.jinja", "*.model", "*.model.*", "*.tiktoken", "additional_chat_templates/*.jinja")
+_SOURCES = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model", "*.model.*", "*.tiktoken", "tekken.json")
 _WITHOUT = ("generation_config.json", "trainer_state.json")
 
 
@@ -49,6 +50,11 @@ class StoredTokenizer:
 def is_converted_here(folder: Path) -> bool:
     """Whether this engine wrote the folder: one form, in which nothing is said twice."""
     return (folder / MARKER).is_file()
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether there is any file that a tokenizer could be made of."""
+    return any(next(folder.glob(pattern), None) is not None for pattern in _SOURCES)
 
 
 def read_as_it_stands(folder: Path) -> StoredTokenizer:
@@ -88,6 +94,8 @@ def read_as_transformers(folder: Path) -> StoredTokenizer:
     A folder that transformers cannot read, but whose tokenizer.json is in order, is read as it stands, with a warning.
     Raises ModelError, or whatever tokenizers raises, for a folder that nobody can read.
     """
+    if not has_tokenizer(folder):
+        raise ModelError("it has neither a tokenizer.json nor another file that a tokenizer could be made of")
     kept = cache_folder() / "tokenizers" / _key(folder)
     if is_converted_here(kept):
         with contextlib.suppress(ModelError):  # damaged since: it is written anew
@@ -98,11 +106,16 @@ def read_as_transformers(folder: Path) -> StoredTokenizer:
         if not (folder / "tokenizer.json").is_file():
             raise
         stands = read_as_it_stands(folder)
-        reason = " ".join(str(error).split())
-        logger.warning("transformers cannot read the tokenizer of %s, whose tokenizer.json is taken as it stands: %.300s", folder, reason)
+        logger.warning(
+            "transformers cannot read the tokenizer of %s, whose tokenizer.json is taken as it stands: %.300s", folder, one_line(error)
+        )
         return stands
     _keep(found, kept)
     return found
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
 
 
 def _key(folder: Path) -> str:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from aioengine import AsyncEngine, SamplingParams
 from aioengine.errors import ModelError
 from aioengine.layers.rope import inverse_frequencies
 from aioengine.models.config import DecoderConfig
@@ -24,6 +25,7 @@ from aioengine.models.files import ModelFiles, read_model_info
 from aioengine.models.hub import resolve_model
 from aioengine.models.registry import architecture_of, find_model_class
 from aioengine.models.safetensors import INDEX_NAME
+from aioengine.testing.tokens import FakeTokenizer
 from tests.models.support import (
     VOCAB,
     assert_same,
@@ -167,6 +169,31 @@ def test_what_disagrees_gives_the_logits_of_transformers(what: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
+    "what",
+    [
+        "head: tied, but another one is stored",
+        "head: tied, and only the head is stored",
+        "rope_scaling beside rope_parameters",
+        "mistral: window against layer_types",
+        "fewer layers used than stored",
+        "no prefix",
+        "a bias of two left out",
+    ],
+)
+@pytest.mark.parametrize("weights", ["auto", "dense"])
+async def test_the_engine_generates_what_transformers_generates(what: str, weights: Any, tmp_path: Path) -> None:
+    case, changes, edit = CHANGED[what]
+    checkpoint(tmp_path, case, changes=changes, edit=edit)
+    theirs: Any = load_reference(tmp_path)
+    prompt = some_tokens(12)
+    expected = theirs.generate(prompt[None], do_sample=False, max_new_tokens=25, eos_token_id=None)[0, 12:].tolist()
+    params = SamplingParams(temperature=0, max_tokens=25, ignore_eos=True)
+    async with AsyncEngine(str(tmp_path), tokenizer=FakeTokenizer(), weights=weights, num_threads=torch.get_num_threads()) as engine:
+        (output,) = await engine.generate_batch([prompt.tolist()], params)
+    assert list(output.token_ids) == expected
+
+
+@pytest.mark.parametrize(
     ("what", "warning"),
     [
         ("head: tied, but another one is stored", "tie_word_embeddings: true, but lm_head.weight and model.embed_tokens.weight"),
@@ -222,7 +249,8 @@ def test_a_tensor_in_two_shards_and_an_index_beside_a_whole_file(tmp_path: Path,
     ],
 )
 def test_the_dtype_is_that_of_transformers(changes: dict[str, Any], stored: torch.dtype, expected: str, tmp_path: Path) -> None:
-    save(random_model(cases()["llama"]).to(stored), tmp_path)
+    model: Any = random_model(cases()["llama"])
+    save(model.to(stored), tmp_path)
     edit_json(tmp_path / "config.json", changes)
     assert read_model_info(resolved(tmp_path)).dtype == expected
     assert str(AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").dtype) == f"torch.{expected}"

@@ -102,8 +102,17 @@ def test_templates_run_in_a_sandbox(tmp_path: Path) -> None:
 
 def test_a_broken_tokenizer_is_a_model_error(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(ModelError, match="cannot read the tokenizer"):
+    with pytest.raises(ModelError, match="cannot read the tokenizer") as failure:
         load_tokenizer(tmp_path)
+    assert len(str(failure.value).splitlines()) == 1
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    with pytest.raises(ModelError, match=f"cannot read the tokenizer in {tmp_path}: it has neither a tokenizer.json nor another file"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"no protobuf")
+    with pytest.raises(ModelError, match="cannot read the tokenizer") as failure:
+        load_tokenizer(tmp_path)
+    assert len(str(failure.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize(

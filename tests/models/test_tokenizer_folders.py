@@ -26,7 +26,7 @@ from tests.tiny_tokenizer import byte_level_tokenizer
 logging.getLogger("transformers").setLevel(logging.ERROR)
 
 TEXTS = ("Hello, world", " a  b\n", "<s>hi</s>", "<|im_start|>user<|im_end|>", "<extra>x <more>", "Grüße 世界", "12345", "[INST]<pad>")
-MESSAGES = [
+MESSAGES: list[dict[str, Any]] = [
     {"role": "system", "content": "Be <brief>."},
     {"role": "user", "content": "Hi </s> there"},
     {"role": "assistant", "content": "<extra>", "tool_calls": None, "reasoning_content": "hm"},
