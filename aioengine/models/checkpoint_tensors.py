@@ -71,7 +71,7 @@ def settle_tensors(config: DecoderConfig, tensors: Sequence[StoredTensor]) -> tu
     Nothing is read but a head that may be the embedding. Raises ModelError for quantized tensors and for biases that
     config.json does not have.
     """
-    _refuse_quantized(tensors)
+    _refuse_other_kinds(tensors)
     named = [_with_prefix(stored) for stored in tensors if not stored.name.endswith("rotary_emb.inv_freq")]
     kept = _without_the_unused(named, num_layers=config.num_layers)
     expected_biases = dict(_bias_shapes(config))
@@ -88,8 +88,13 @@ def settle_tensors(config: DecoderConfig, tensors: Sequence[StoredTensor]) -> tu
     return config, [*kept, *(_Zeros(name, expected_biases[name]) for name in missing)]
 
 
-def _refuse_quantized(tensors: Sequence[StoredTensor]) -> None:
+def _refuse_other_kinds(tensors: Sequence[StoredTensor]) -> None:
     for stored in tensors:
+        if ".lora_" in stored.name:
+            raise ModelError(
+                f"tensor {stored.name:.200} belongs to an adapter, not to a model: not supported; load the model that it was made for, or "
+                "merge the adapter into it (peft: merge_and_unload) and save the result"
+            )
         if _QUANTIZED.search(stored.name):
             raise ModelError(
                 f"tensor {stored.name:.200} is part of quantized weights, of which config.json says nothing (quantization_config): "

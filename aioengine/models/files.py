@@ -55,6 +55,13 @@ def read_model_info(files: ModelFiles, *, tokenizer: Tokenizer | None = None) ->
     raw = read_json(files.folder / "config.json")
     for contradiction in contradictions(raw):
         logger.warning("%s: config.json: %s", files.folder, contradiction)
+    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
+        logger.warning(
+            "%s: the tokenizer has %d tokens, the model %d (vocab_size): a prompt with one of the others is refused",
+            files.folder,
+            tokenizer.vocab_size,
+            config.vocab_size,
+        )
     generation_path = files.folder / "generation_config.json"
     generation = read_json(generation_path) if generation_path.is_file() else {}
     bos = [_token_ids(source, "bos_token_id", files.folder, config.vocab_size) for source in (generation, raw)]

@@ -151,7 +151,9 @@ def _resolve_gguf(name: str, path: Path) -> ModelFiles:
 
 
 def _resolve_folder(name: str, folder: Path) -> ModelFiles:
-    check_servable(folder, has_weights=(folder / "model.safetensors").is_file() or (folder / INDEX_NAME).is_file())
+    check_adapter(folder, has_weights=(folder / "model.safetensors").is_file() or (folder / INDEX_NAME).is_file())
+    if any(folder.glob("*.safetensors")) and (folder / "config.json").is_file():
+        check_config(folder)
     weights = find_safetensors(folder)
     if weights:
         if not (folder / "config.json").is_file():
@@ -167,23 +169,19 @@ def _resolve_folder(name: str, folder: Path) -> ModelFiles:
     raise ModelError(f"{folder} has neither .safetensors nor .gguf files")
 
 
-def check_servable(folder: Path, *, has_weights: bool) -> None:
-    """Raise ModelError, naming the key, if the small files say that no weights of this folder can be served.
-
-    has_weights: of a whole model, or it may have them.
-    """
-    config_path, adapter_path = folder / "config.json", folder / "adapter_config.json"
-    if adapter_path.is_file():
-        adapter = read_json(adapter_path)
-        kind, base = adapter.get("peft_type", "LORA"), adapter.get("base_model_name_or_path")
-        if not config_path.is_file() or not has_weights:
-            raise ModelError(
-                f"{folder} is an adapter (adapter_config.json: peft_type {kind!r:.50}) of the model {base!r:.200}, which is not supported; "
-                "load that model, or merge the adapter into it (peft: merge_and_unload) and save the result"
-            )
-        _logger.warning("%s holds a whole model and an adapter of %s (adapter_config.json); the adapter is ignored", folder, base)
-    if config_path.is_file():
-        check_config(folder)
+def check_adapter(folder: Path, *, has_weights: bool) -> None:
+    """Raise ModelError, saying what it is, for the folder of an adapter. has_weights: of a whole model, or it may have them."""
+    path = folder / "adapter_config.json"
+    if not path.is_file():
+        return
+    adapter = read_json(path)
+    kind, base = adapter.get("peft_type", "LORA"), adapter.get("base_model_name_or_path")
+    if not (folder / "config.json").is_file() or not has_weights:
+        raise ModelError(
+            f"{folder} is an adapter (adapter_config.json: peft_type {kind!r:.50}) of the model {base!r:.200}, which is not supported; "
+            "load that model, or merge the adapter into it (peft: merge_and_unload) and save the result"
+        )
+    _logger.warning("%s holds a whole model and an adapter of %s (adapter_config.json); the adapter is ignored", folder, base)
 
 
 def _resolve_repository(name: str, *, progress: bool, allow_download: bool) -> ModelFiles:
@@ -206,7 +204,10 @@ def _resolve_repository(name: str, *, progress: bool, allow_download: bool) -> M
         )
 
     try:
-        check_servable(download(_SMALL_FILES), has_weights=True)
+        small = download(_SMALL_FILES)
+        check_adapter(small, has_weights=True)
+        if (small / "config.json").is_file():
+            check_config(small)
         folder = download((*_SMALL_FILES, *_WEIGHTS))
     except (OSError, ValueError) as error:  # huggingface_hub's own errors derive from these
         raise ModelError(

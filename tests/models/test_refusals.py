@@ -133,6 +133,7 @@ TENSORS: dict[str, tuple[Callable[[Tensors], object], str]] = {
     "fp8 scales, unsaid": (lambda t: t.update({f"{Q}.weight_scale_inv": torch.ones(1)}), "weight_scale_inv is part of quantized weights"),
     "bitsandbytes, unsaid": (lambda t: t.update({f"{Q}.weight.absmax": torch.ones(1)}), "weight.absmax is part of quantized weights"),
     "compressed-tensors, unsaid": (rename(f"{Q}.weight", f"{Q}.weight_packed", dtype=torch.int32), "weight_packed is part of quantized"),
+    "an adapter, unsaid": (lambda t: t.update({f"{Q}.lora_A.weight": torch.ones(8, 64)}), "lora_A.weight belongs to an adapter.*merge"),
     "float8": (
         lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"].to(torch.float8_e4m3fn)}),
         "stored as F8_E4M3; supported: F64, F32, F16, BF16",
@@ -187,6 +188,14 @@ def test_an_adapter_says_what_it_is(whole: Path, tmp_path: Path, caplog: pytest.
     copy(whole, folder, {})
     assert resolve_model(str(folder)).weights == (folder / "model.safetensors",)
     assert "the adapter is ignored" in caplog.text
+
+
+def test_the_config_beside_a_gguf_file_is_not_asked(tmp_path: Path) -> None:
+    """It belongs to the weights that were quantized; the GGUF file says everything itself."""
+    (tmp_path / "config.json").write_text('{"model_type": "phi3", "quantization_config": {"quant_method": "gptq"}}')
+    (tmp_path / "m.gguf").write_bytes(b"x")
+    with pytest.raises(ModelError, match=r"m\.gguf is not a GGUF file"):
+        resolve_model(str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from aioengine import AsyncEngine, InvalidRequestError
 from aioengine.config import EngineConfig, ModelInfo
 from aioengine.engine.startup import find_parts
 from tests.models.support import VOCAB, cases, random_model, save
@@ -103,6 +104,16 @@ async def test_a_token_of_the_tokenizer_that_the_model_does_not_have_ends_nothin
         folder_with(tmp_path, **{**NOTHING, "config": {"eos_token_id": 7}, "tokenizer": {"added_tokens_decoder": decoder}})
     )
     assert info.eos_token_ids == {7}
+
+
+async def test_a_tokenizer_of_more_tokens_than_the_model_says_so_and_such_prompts_are_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = folder_with(tmp_path, **NOTHING)
+    async with AsyncEngine(str(folder)) as engine:
+        with pytest.raises(InvalidRequestError, match=f"not in the vocabulary of {VOCAB} ids"):
+            await anext(engine.generate("é"))
+    assert f"the tokenizer has 262 tokens, the model {VOCAB} (vocab_size)" in caplog.text
 
 
 @pytest.mark.parametrize(
