@@ -117,6 +117,8 @@ def _without_the_unused(tensors: Sequence[StoredTensor], *, num_layers: int) -> 
             unused.append(stored.name)
         else:
             kept.append(stored)
+    if not any(_LAYER.match(stored.name) for stored in kept):
+        raise ModelError(f"no tensor of the checkpoint is that of a layer (model.layers.0.); there are {_some([t.name for t in tensors])}")
     if unused:
         logger.warning("config.json (num_hidden_layers %d) has no use for %s of the checkpoint", num_layers, _some(unused))
     return kept

@@ -31,7 +31,6 @@ _LIMITS: Mapping[str, int] = MappingProxyType(
         "max_position_embeddings": 1 << 24,
         "sliding_window": 1 << 24,
         "original_max_position_embeddings": 1 << 24,
-        "max_window_layers": 1 << 12,
     }
 )
 _MAX_ROTARY_NUMBERS = 1 << 28  # of the table of angles, [max_position_embeddings, head_dim] float32: 1 GiB
@@ -198,11 +197,15 @@ def _scaled_positions(rope: RopeConfig, max_positions: int) -> int:
 def contradictions(raw: Mapping[str, Any]) -> Iterator[str]:
     """What a config.json states twice and differently, with what is taken; for people to read."""
     scaling, parameters = raw.get("rope_scaling"), raw.get("rope_parameters")
-    if scaling and parameters and scaling != parameters:
-        yield f"rope_scaling replaces rope_parameters as a whole, which stated {parameters!r:.200}"
-        lost = parameters.get("rope_theta") if isinstance(parameters, Mapping) else None
-        if lost is not None and isinstance(scaling, Mapping) and scaling.get("rope_theta") is None and raw.get("rope_theta") != lost:
-            yield f"rope_theta {lost!r:.50} stands in rope_parameters only, which rope_scaling replaces; write it into rope_scaling"
+    if isinstance(scaling, Mapping) and isinstance(parameters, Mapping) and scaling and scaling != parameters:
+        if parameters.get("rope_type", "default") != "default":
+            yield f"rope_scaling replaces rope_parameters as a whole, which stated {dict(parameters)!r:.200}"
+        taken = next((place["rope_theta"] for place in (scaling, raw) if place.get("rope_theta") is not None), _DEFAULT_THETA)
+        if parameters.get("rope_theta") not in (None, taken):
+            yield (
+                f"rope_theta {parameters['rope_theta']!r:.50} stands in rope_parameters, which rope_scaling replaces: it is {taken!r:.50}; "
+                "write it into rope_scaling"
+            )
     inner = scaling or parameters
     beside, inside = raw.get("rope_theta"), inner.get("rope_theta") if isinstance(inner, Mapping) else None
     if None not in (beside, inside) and beside != inside:
@@ -252,8 +255,8 @@ def qwen_windows(raw: Mapping[str, Any], *, defaults: Mapping[str, Any]) -> list
     fields = {**defaults, **raw}
     size = window(fields, default=4096) if flag(fields, "use_sliding_window") else None
     first = fields.get("max_window_layers", 28)
-    if first != 0:  # 0 is "all layers"
-        first = _positive({"max_window_layers": first}, "max_window_layers")
+    if not isinstance(first, int):
+        raise ModelError(f"config.json: max_window_layers must be an integer, got {first!r:.200}")
     return _layer_windows(fields, size=size, otherwise=[i >= first for i in range(_positive(fields, "num_hidden_layers"))])
 
 
@@ -285,10 +288,10 @@ def _layer_types(fields: Mapping[str, Any]) -> list[str] | None:
         return None
     if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
         raise ModelError(f"config.json: layer_types must be a list of names, got {kinds!r:.200}")
-    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention", "attention"})
     if unknown:
         raise ModelError(f"config.json: layer_types {', '.join(unknown):.200} is not supported; full_attention and sliding_attention are")
-    return kinds
+    return ["full_attention" if kind == "attention" else kind for kind in kinds]  # its name of old
 
 
 def _positive(fields: Mapping[str, Any], key: str) -> int:

@@ -13,7 +13,7 @@ from aioengine.errors import ModelError
 from aioengine.models.config import DecoderConfig, contradictions, refuse_unsupported
 from aioengine.models.gguf import GGUFFile
 from aioengine.models.json_file import read_json
-from aioengine.models.registry import architecture_of, find_model_class
+from aioengine.models.registry import BUILT_IN, architecture_names, architecture_of, find_model_class
 from aioengine.models.safetensors import stored_dtype
 
 if TYPE_CHECKING:
@@ -55,6 +55,14 @@ def read_model_info(files: ModelFiles, *, tokenizer: Tokenizer | None = None) ->
     raw = read_json(files.folder / "config.json")
     for contradiction in contradictions(raw):
         logger.warning("%s: config.json: %s", files.folder, contradiction)
+    if any(name in BUILT_IN for name in architecture_names(raw)) and architecture not in architecture_names(raw):
+        logger.warning(
+            "%s: config.json: architectures says %s, model_type %s: taken as %s",
+            files.folder,
+            ", ".join(architecture_names(raw)),
+            raw.get("model_type"),
+            architecture,
+        )
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         logger.warning(
             "%s: the tokenizer has %d tokens, the model %d (vocab_size): a prompt with one of the others is refused",

@@ -7,7 +7,6 @@ Other packages add families through the entry-point group "aioengine.models": th
 from __future__ import annotations
 
 import importlib
-import logging
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 from types import MappingProxyType
@@ -15,8 +14,6 @@ from typing import Any
 
 from aioengine.errors import ModelError
 from aioengine.models.base import CausalLM
-
-logger = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "aioengine.models"
 BUILT_IN: Mapping[str, str] = MappingProxyType(
@@ -36,24 +33,29 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
 def architecture_of(raw: Mapping[str, Any]) -> str:
     """The architecture of a config.json: a plugin's that `architectures` names, else that of `model_type`, else the one named.
 
-    Raises ModelError if there is neither, or if `architectures` names a class that has not the model's layers or head.
+    Where `architectures` names a class that has not the layers or the head of the model's type, it is that class, which is not
+    supported. Raises ModelError if there is neither key.
     """
-    names, kind = raw.get("architectures"), raw.get("model_type")
-    named = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
+    names, kind = architecture_names(raw), raw.get("model_type")
     by_type = MODEL_TYPES.get(kind) if isinstance(kind, str) else None
-    if named is None and by_type is None:
+    if by_type is None:
+        if names:
+            return names[0]
         if isinstance(kind, str):
             raise ModelError(f"model_type {kind!r:.100} is not supported; supported: {', '.join(sorted(MODEL_TYPES))}")
         raise ModelError("config.json names no architecture (keys 'architectures' and 'model_type')")
-    if by_type is None or named == by_type or (named is not None and _is_plugin(named)):
-        assert named is not None
-        return named
-    if named is None or named.lower() in (by_type.lower(), by_type.removesuffix("ForCausalLM").lower() + "model"):
+    if not names or by_type in names:
         return by_type
-    if named in BUILT_IN:
-        logger.warning("config.json: architectures says %s, model_type %s: taken as %s", named, kind, by_type)
-        return by_type
-    return named
+    if _is_plugin(names[0]):
+        return names[0]
+    same = (by_type.lower(), by_type.removesuffix("ForCausalLM").lower() + "model")  # other spellings, and the part without a head
+    return by_type if names[0] in BUILT_IN or names[0].lower() in same else names[0]
+
+
+def architecture_names(raw: Mapping[str, Any]) -> list[str]:
+    """`architectures`, if it is a list of names."""
+    names = raw.get("architectures")
+    return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else []
 
 
 def _is_plugin(architecture: str) -> bool:

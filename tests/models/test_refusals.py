@@ -134,6 +134,10 @@ TENSORS: dict[str, tuple[Callable[[Tensors], object], str]] = {
     "bitsandbytes, unsaid": (lambda t: t.update({f"{Q}.weight.absmax": torch.ones(1)}), "weight.absmax is part of quantized weights"),
     "compressed-tensors, unsaid": (rename(f"{Q}.weight", f"{Q}.weight_packed", dtype=torch.int32), "weight_packed is part of quantized"),
     "an adapter, unsaid": (lambda t: t.update({f"{Q}.lora_A.weight": torch.ones(8, 64)}), "lora_A.weight belongs to an adapter.*merge"),
+    "names of another model": (
+        lambda t: [t.update({f"transformer.{name}": t.pop(name)}) for name in list(t)],
+        "no tensor of the checkpoint is that of a layer .*; there are transformer.lm_head.weight",
+    ),
     "float8": (
         lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"].to(torch.float8_e4m3fn)}),
         "stored as F8_E4M3; supported: F64, F32, F16, BF16",

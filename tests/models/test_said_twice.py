@@ -105,6 +105,7 @@ CHANGED: dict[str, tuple[str, dict[str, Any], Callable[[Tensors], Any] | None]] 
         {"rope_scaling": YARN, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
         None,
     ),
+    "rope_scaling beside scaled rope_parameters": ("llama3-rope", {"rope_scaling": LINEAR, "rope_theta": 500000.0}, None),
     "rope_scaling with a theta of its own": ("qwen3", {"rope_scaling": {**LINEAR, "rope_theta": 300.0}, "rope_theta": 1e6}, None),
     "rope_scaling, rope_theta beside it": ("qwen2", {"rope_scaling": LINEAR, "rope_theta": 1e6}, None),
     "rope_scaling null": ("llama3-rope", {"rope_scaling": None}, None),
@@ -131,6 +132,8 @@ CHANGED: dict[str, tuple[str, dict[str, Any], Callable[[Tensors], Any] | None]] 
         {"max_window_layers": 28, "layer_types": ["sliding_attention"] * 3},
         None,
     ),
+    "qwen: from a layer before the first": ("qwen2-window", {"max_window_layers": -1, "layer_types": ABSENT}, None),
+    "qwen: layer_types under a name of old": ("qwen2-window", {"layer_types": ["attention"] * 3}, None),
     "qwen: layer_types full, window on": ("qwen2-window", {"layer_types": ["full_attention"] * 3}, None),
     "qwen: a window longer than any text, on some layers": (
         "qwen2-window",
@@ -143,6 +146,7 @@ CHANGED: dict[str, tuple[str, dict[str, Any], Callable[[Tensors], Any] | None]] 
     "head_dim that is not hidden_size / heads": ("llama-head-dim", {"num_key_value_heads": 2}, None),
     "architectures against model_type": ("llama", {"architectures": ["Qwen3ForCausalLM"]}, None),
     "architectures against model_type, a mistral": ("mistral-window", {"architectures": ["LlamaForCausalLM"]}, None),
+    "architectures, two of them": ("llama", {"architectures": ["SomethingElse", "LlamaForCausalLM"]}, None),
     "architectures absent": ("qwen3", {"architectures": ABSENT}, None),
     "architectures empty": ("llama", {"architectures": []}, None),
     "architectures of the part without a head": ("llama", {"architectures": ["LlamaModel"]}, None),
@@ -150,6 +154,7 @@ CHANGED: dict[str, tuple[str, dict[str, Any], Callable[[Tensors], Any] | None]] 
     "fewer layers used than stored": ("llama", {"num_hidden_layers": 2}, None),
     "no prefix": ("llama", {}, lambda t: [t.update({name.removeprefix("model."): t.pop(name)}) for name in list(t)]),
     "a bias of two left out": ("llama-bias", {}, lambda t: [t.pop(name) for name in list(t) if name.endswith("o_proj.bias")]),
+    "a bias that no tensor has": ("qwen3", {"attention_bias": True}, None),
     "all biases left out": ("llama-bias", {}, lambda t: [t.pop(name) for name in list(t) if name.endswith("bias")]),
     "rotary frequencies stored": ("llama", {}, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})),
     "a value head beside": (
@@ -197,7 +202,8 @@ async def test_the_engine_generates_what_transformers_generates(what: str, weigh
     ("what", "warning"),
     [
         ("head: tied, but another one is stored", "tie_word_embeddings: true, but lm_head.weight and model.embed_tokens.weight"),
-        ("rope_scaling beside rope_parameters of another theta", "rope_theta 500000.0 stands in rope_parameters only"),
+        ("rope_scaling beside rope_parameters of another theta", "rope_theta 500000.0 stands in rope_parameters, .* it is 10000.0"),
+        ("rope_scaling beside scaled rope_parameters", "rope_scaling replaces rope_parameters as a whole, which stated {.*'llama3'"),
         ("rope_theta beside rope_parameters", "rope_theta 77.0 does not count"),
         ("architectures against model_type", "architectures says Qwen3ForCausalLM, model_type llama: taken as LlamaForCausalLM"),
         ("fewer layers used than stored", r"num_hidden_layers 2\) has no use for model.layers.2."),
@@ -216,6 +222,9 @@ def test_a_line_in_the_log_says_what_is_taken(what: str, warning: str, tmp_path:
 def test_what_agrees_is_not_worth_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for case in ("llama-tied", "mistral-window", "qwen2-window", "qwen3-tied"):
         load_ours(resolved(checkpoint(tmp_path / case, case)))
+    for what in ("rope_scaling beside rope_parameters", "qwen: from a layer that is not there", "architectures absent"):
+        case, changes, edit = CHANGED[what]
+        load_ours(resolved(checkpoint(tmp_path / what, case, changes=changes, edit=edit)))
     assert not [record for record in caplog.records if record.name.startswith("aioengine")]
 
 
