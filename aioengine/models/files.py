@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -53,23 +53,8 @@ def read_model_info(files: ModelFiles, *, tokenizer: Tokenizer | None = None) ->
     """
     architecture, config = check_config(files.folder)
     raw = read_json(files.folder / "config.json")
-    for contradiction in contradictions(raw):
-        logger.warning("%s: config.json: %s", files.folder, contradiction)
-    if any(name in BUILT_IN for name in architecture_names(raw)) and architecture not in architecture_names(raw):
-        logger.warning(
-            "%s: config.json: architectures says %s, model_type %s: taken as %s",
-            files.folder,
-            ", ".join(architecture_names(raw)),
-            raw.get("model_type"),
-            architecture,
-        )
-    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
-        logger.warning(
-            "%s: the tokenizer has %d tokens, the model %d (vocab_size): a prompt with one of the others is refused",
-            files.folder,
-            tokenizer.vocab_size,
-            config.vocab_size,
-        )
+    for line in _worth_knowing(raw, architecture, config, tokenizer):
+        logger.warning("%s: %s", files.folder, line)
     generation_path = files.folder / "generation_config.json"
     generation = read_json(generation_path) if generation_path.is_file() else {}
     bos = [_token_ids(source, "bos_token_id", files.folder, config.vocab_size) for source in (generation, raw)]
@@ -89,6 +74,20 @@ def read_model_info(files: ModelFiles, *, tokenizer: Tokenizer | None = None) ->
         sliding_window=config.sliding_window,
         is_quantized=files.format == "gguf" and any(GGUFFile(path).is_quantized for path in files.weights),
     )
+
+
+def _worth_knowing(raw: Mapping[str, Any], architecture: str, config: DecoderConfig, tokenizer: Tokenizer | None) -> Iterator[str]:
+    """Where the files contradict each other, a line that says what is taken."""
+    for contradiction in contradictions(raw):
+        yield f"config.json: {contradiction}"
+    names = architecture_names(raw)
+    if architecture not in names and any(name in BUILT_IN for name in names):
+        yield f"config.json: architectures says {', '.join(names)}, model_type {raw.get('model_type')}: taken as {architecture}"
+    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
+        yield (
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model {config.vocab_size} (vocab_size): "
+            "a prompt with one of the others is refused"
+        )
 
 
 def _natural_dtype(raw: Mapping[str, Any], files: ModelFiles) -> str:

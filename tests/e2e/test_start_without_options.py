@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from aioengine import AsyncEngine, ConfigError, InvalidRequestError, SamplingParams
+from aioengine.testing.executor import FakeExecutor
 from aioengine.testing.tokens import FakeTokenizer
 
 # What the KV cache of the real ones is made of; the rest is small.
@@ -71,6 +73,22 @@ async def test_a_long_model_starts_and_says_how_long(long_model: tuple[Path, dic
     assert len(lines) == 1
     assert lines[0].startswith(f"max_model_len is {limit} tokens")
     assert f"the {shape['max_position_embeddings']} of {folder} take" in lines[0]
+
+
+async def test_the_length_that_was_found_is_in_the_recordings_header(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    executor = FakeExecutor(num_blocks=9, block_size=4)  # 8 blocks, 32 tokens
+    async with AsyncEngine("fake", executor=executor, tokenizer=FakeTokenizer(), block_size=4, record=path) as engine:
+        assert engine.resolved_config.scheduler.max_model_len == 32
+    header = json.loads(path.read_text().splitlines()[0])
+    assert '"max_model_len": 32' in json.dumps(header)
+
+
+@pytest.mark.parametrize("options", [{"max_model_len": 64}, {"num_kv_cache_blocks": 9}])
+async def test_what_the_user_gave_stays(options: dict[str, int]) -> None:
+    executor = FakeExecutor(num_blocks=9, block_size=4)
+    async with AsyncEngine("fake", executor=executor, tokenizer=FakeTokenizer(), block_size=4, **options) as engine:
+        assert engine.resolved_config.scheduler.max_model_len == options.get("max_model_len", 4096)
 
 
 async def test_a_length_that_was_asked_for_and_does_not_fit_is_an_error(long_model: tuple[Path, dict[str, Any]]) -> None:
