@@ -85,7 +85,7 @@ async def test_the_length_that_was_found_is_in_the_recordings_header(tmp_path: P
 
 
 @pytest.mark.parametrize("options", [{"max_model_len": 64}, {"num_kv_cache_blocks": 9}])
-async def test_what_the_user_gave_stays(options: dict[str, int]) -> None:
+async def test_what_the_user_gave_stays(options: dict[str, Any]) -> None:
     executor = FakeExecutor(num_blocks=9, block_size=4)
     async with AsyncEngine("fake", executor=executor, tokenizer=FakeTokenizer(), block_size=4, **options) as engine:
         assert engine.resolved_config.scheduler.max_model_len == options.get("max_model_len", 4096)
