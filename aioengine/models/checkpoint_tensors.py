@@ -8,7 +8,6 @@ head is tied or is not. What would change the result without a word is refused.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,8 +18,9 @@ from aioengine.errors import ModelError
 from aioengine.layers.weight_format import PackedRows, StoredTensor
 from aioengine.models.config import DecoderConfig
 from aioengine.models.safetensors import SafetensorsTensor
+from aioengine.printable import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _BASE = "model."

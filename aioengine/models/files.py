@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +14,13 @@ from aioengine.models.gguf import GGUFFile
 from aioengine.models.json_file import read_json
 from aioengine.models.registry import BUILT_IN, architecture_names, architecture_of, find_model_class
 from aioengine.models.safetensors import stored_dtype
+from aioengine.printable import get_logger
 
 if TYPE_CHECKING:
     from aioengine.models.base import CausalLM
     from aioengine.models.tokenizer import Tokenizer
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _DTYPES = ("float32", "bfloat16", "float16")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +14,9 @@ from safetensors import SafetensorError, safe_open
 from aioengine.errors import ModelError
 from aioengine.layers.weight_format import PackedRows
 from aioengine.models.json_file import read_json
+from aioengine.printable import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # As the headers name them -> as PyTorch does.
 DTYPES: Mapping[str, str] = MappingProxyType({"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"})

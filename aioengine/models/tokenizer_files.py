@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
 import os
 import shutil
 import tempfile
@@ -27,8 +26,9 @@ from aioengine.errors import ModelError
 from aioengine.models.cache import cache_folder
 from aioengine.models.convert import MARKER
 from aioengine.models.json_file import MAX_BYTES, read_json, read_text
+from aioengine.printable import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _VERSION = 1  # of what is kept in the cache
 # What transformers looks at, and the config.json whose model_type says which class reads them.

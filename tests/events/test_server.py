@@ -419,3 +419,13 @@ async def test_no_command_is_taken_unless_allowed(path: Path) -> None:
         assert b"takes no commands" in line
         assert not engine.is_paused
         writer.transport.abort()
+
+
+async def test_a_prompt_that_is_no_text_is_refused_by_the_viewers_side(path: Path) -> None:
+    async with make_engine(path, allow_events_control=True), SocketSource(str(path)) as source:
+        async for item in source:
+            if isinstance(item, SourceStatus) and item.state == "live":
+                break
+        assert source.engine is not None
+        with pytest.raises(ControlError, match="not valid Unicode"):
+            await source.engine.submit("a\ud800")
