@@ -67,6 +67,7 @@ class SchedulerConfig:
     num_speculative_tokens: int = 0
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
+    fit_max_model_len: bool = False  # the user left max_model_len open: it becomes what the KV cache holds, if that is less
 
     @property
     def max_concurrent_batches(self) -> int:
@@ -120,6 +121,17 @@ class ResolvedConfig:
     seed: int | None
     check_invariants: bool
 
+    def fitted(self, num_kv_cache_blocks: int) -> ResolvedConfig:
+        """With max_model_len="auto" as long as a request can be in a cache of that many blocks, the null block included.
+
+        A length or a number of blocks that the user gave stays as it is.
+        """
+        scheduler, cache = self.scheduler, self.cache
+        num_tokens = (num_kv_cache_blocks - 1) * cache.block_size
+        if not scheduler.fit_max_model_len or cache.num_kv_cache_blocks is not None or num_tokens >= scheduler.max_model_len:
+            return self
+        return dataclasses.replace(self, scheduler=dataclasses.replace(scheduler, max_model_len=num_tokens))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -135,7 +147,8 @@ class EngineConfig:
         was left to the engine: fast for a quantized model, exact for others, dense where neither is possible. CUDA is
         always dense.
     kv_cache_dtype: of the stored keys and values. auto: the dtype, but float16 with fast weights.
-    max_model_len: prompt and output together, in tokens. auto: the model's own limit.
+    max_model_len: prompt and output together, in tokens. auto: the model's own limit, or what the memory of the KV cache holds
+        of one request if that is less; the log says so. A number that does not fit is an error.
     max_num_seqs: requests that run at once. max_num_batched_tokens: tokens of one step.
     enable_chunked_prefill: split prompts that do not fit into a step's budget.
     long_prefill_token_threshold: while others run or wait, no request takes more tokens of one step than this; 0: no limit.
@@ -168,7 +181,7 @@ class EngineConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     weights: Weights = "auto"
     kv_cache_dtype: KvCacheDtype = "auto"
-    max_model_len: int | None = None
+    max_model_len: int | Literal["auto"] | None = "auto"
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None
     enable_chunked_prefill: bool = True
@@ -203,6 +216,8 @@ class EngineConfig:
             object.__setattr__(self, name, _flag(name, getattr(self, name)))
         for name, (least, most, optional) in _WHOLE_RANGES.items():
             value = getattr(self, name)
+            if name == "max_model_len" and value == "auto":
+                continue
             object.__setattr__(self, name, None if optional and value is None else _whole(name, value, least=least, most=most))
         for name, optional in _TEXTS.items():
             value = getattr(self, name)
@@ -258,7 +273,7 @@ class EngineConfig:
                 enable_prefix_caching=self.enable_prefix_caching,
                 prefix_caching_seed=self.prefix_caching_seed,
                 num_kv_cache_blocks=self.num_kv_cache_blocks,
-                kv_cache_memory_bytes=self.kv_cache_memory_bytes or min(_DEFAULT_CPU_KV_CACHE_BYTES, free_memory_bytes // 2),
+                kv_cache_memory_bytes=self.kv_cache_memory_bytes or default_kv_cache_bytes(free_memory_bytes),
                 gpu_memory_utilization=self.gpu_memory_utilization,
                 zero_new_blocks=self.zero_new_blocks,
             ),
@@ -315,7 +330,8 @@ class EngineConfig:
 
     def _resolve_scheduler(self, model: ModelInfo, device: DeviceType) -> SchedulerConfig:
         limit = model.max_position_embeddings
-        max_model_len = limit if self.max_model_len is None else self.max_model_len
+        is_auto = self.max_model_len is None or self.max_model_len == "auto"
+        max_model_len = limit if self.max_model_len is None or self.max_model_len == "auto" else self.max_model_len
         if max_model_len > limit:
             raise ConfigError(f"max_model_len {max_model_len} exceeds the {limit} positions of {model.name}")
         default = _DEFAULT_MAX_NUM_BATCHED_TOKENS if device == "cuda" else _DEFAULT_MAX_NUM_BATCHED_TOKENS_CPU
@@ -351,7 +367,13 @@ class EngineConfig:
             num_speculative_tokens=self.num_speculative_tokens,
             prompt_lookup_min=self.prompt_lookup_min,
             prompt_lookup_max=self.prompt_lookup_max,
+            fit_max_model_len=is_auto,
         )
+
+
+def default_kv_cache_bytes(free_memory_bytes: int) -> int:
+    """Most memory for the KV cache on a CPU if the user gives no number."""
+    return min(_DEFAULT_CPU_KV_CACHE_BYTES, free_memory_bytes // 2)
 
 
 _CHOICES = {

@@ -13,6 +13,8 @@ def doctor() -> bool:
     """Print one line a finding; True if the fast paths of this machine are all there."""
     import torch
 
+    from aioengine.config import default_kv_cache_bytes
+    from aioengine.engine.startup import free_memory_bytes
     from aioengine.models.hub import cache_folder
     from aioengine_kernels import cpu
 
@@ -28,6 +30,12 @@ def doctor() -> bool:
         print(f"{'cuda':<14}{torch.cuda.get_device_name()}, {torch.cuda.get_device_properties(0).total_memory / 2**30:.0f} GiB")
     else:
         print(f"{'cuda':<14}none that PyTorch {torch.__version__} can use")
+    free = free_memory_bytes()
+    kv_bytes = default_kv_cache_bytes(free)
+    print(
+        f"{'kv cache':<14}{kv_bytes / 2**30:.2f} GiB on the CPU, of {free / 2**30:.1f} GiB free (kv_cache_memory_bytes); "
+        "where max_model_len is auto, what that holds limits it"
+    )
     print(f"{'model cache':<14}{printable(str(cache_folder()))}")
     return reason is None or torch.cuda.is_available()
 

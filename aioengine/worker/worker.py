@@ -77,7 +77,7 @@ class Worker:
         """How many blocks, the null block included: what the settings say, else what fits into the allowed memory.
 
         Never more than all requests that may run at once could use. Raises ConfigError if the memory does not hold a
-        single request of `max_model_len` tokens.
+        single request of `max_model_len` tokens, unless that was left open.
         """
         cache, scheduler = self.config.cache, self.config.scheduler
         if cache.num_kv_cache_blocks is not None:
@@ -89,10 +89,21 @@ class Worker:
         num_blocks = min(available // bytes_per_block, scheduler.max_num_seqs * blocks_per_request + 1)
         if num_blocks < blocks_per_request + 1:
             tokens_that_fit = max(num_blocks - 1, 0) * cache.block_size
-            raise ConfigError(
-                f"the KV cache of one request of max_model_len ({scheduler.max_model_len}) tokens takes "
-                f"{(blocks_per_request + 1) * bytes_per_block / GIB:.2f} GiB, but {available / GIB:.2f} GiB are allowed, "
-                f"which hold {tokens_that_fit} tokens; lower max_model_len or raise {self.device.kv_cache_memory_setting}"
+            need = f"{(blocks_per_request + 1) * bytes_per_block / GIB:.2f} GiB"
+            if not scheduler.fit_max_model_len or tokens_that_fit < 2:
+                raise ConfigError(
+                    f"the KV cache of one request of max_model_len ({scheduler.max_model_len}) tokens takes "
+                    f"{need}, but {available / GIB:.2f} GiB are allowed, "
+                    f"which hold {tokens_that_fit} tokens; lower max_model_len or raise {self.device.kv_cache_memory_setting}"
+                )
+            logger.warning(
+                "max_model_len is %d tokens, which %.2f GiB of KV cache hold; the %d of %s take %s (raise %s)",
+                tokens_that_fit,
+                available / GIB,
+                scheduler.max_model_len,
+                self.config.model.name,
+                need,
+                self.device.kv_cache_memory_setting,
             )
         logger.info("KV cache: %d blocks of %d tokens, %.2f GiB", num_blocks, cache.block_size, num_blocks * bytes_per_block / GIB)
         return num_blocks
@@ -100,6 +111,7 @@ class Worker:
     def initialize_kv_cache(self, num_blocks: int) -> None:
         """Allocate the cache of every layer; block 0 is the null block. Then capture the graphs of decode steps, on a GPU."""
         assert self._model is not None, "load_model() comes first"
+        self.config = self.config.fitted(num_blocks)
         kv_caches = [self._backend.allocate_kv_cache(num_blocks, self.device.torch_device) for _ in range(self._model.num_layers)]
         self._runner = ModelRunner(self.config, model=self._model, attention_backend=self._backend, kv_caches=kv_caches, device=self.device)
         if self.device.compiles_kernels:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import signal
 import subprocess
 import sys
@@ -338,4 +339,6 @@ def test_doctor_names_the_kernels_or_says_why_there_are_none(capsys: pytest.Capt
     assert "the library was not built: no compiler" in capsys.readouterr().out
     monkeypatch.setattr(cpu, "status", lambda: None)
     assert main(["doctor"]) == 0
-    assert "ready" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "ready" in out
+    assert re.search(r"kv cache +[\d.]+ GiB on the CPU, of [\d.]+ GiB free .*max_model_len", out)

@@ -83,7 +83,7 @@ async def test_a_bad_request_is_refused_and_others_run_on(start_rig: Any, prompt
 
 
 async def test_a_request_that_can_never_fit_the_kv_cache_is_refused(start_rig: Any) -> None:
-    async with start_rig(FakeExecutor(num_blocks=9, block_size=4), max_num_seqs=4) as rig:  # 8 blocks, 32 tokens
+    async with start_rig(FakeExecutor(num_blocks=9, block_size=4), max_num_seqs=4, max_model_len=64) as rig:  # 8 blocks, 32 tokens
         with pytest.raises(InvalidRequestError, match="KV blocks"):
             await anext(rig.engine.generate([1] * 20, SamplingParams(max_tokens=14)))
         (exact,) = await rig.engine.generate_batch([[1] * 20], SamplingParams(temperature=0, max_tokens=13))

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from safetensors.torch import save_file
 
+from aioengine.models import tokenizer_files
 from tests.models.untrusted import (
     tensors,
     write_config,
     write_gguf,
 )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tokenizer_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tokenizers of test folders do not go to the user's cache."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer_files, "cache_folder", lambda: folder)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -78,9 +78,9 @@ def test_templates_render_as_transformers_renders_them(name: str, tmp_path: Path
 def test_where_the_template_comes_from(tmp_path: Path) -> None:
     assert not load_tokenizer(write_tokenizer(tmp_path)).has_chat_template
     write_tokenizer(tmp_path, template=[{"name": "tool", "template": "t"}, {"name": "default", "template": "d"}])
-    assert load_tokenizer(tmp_path).apply_chat_template([]) == "d"
+    assert load_tokenizer(tmp_path).apply_chat_template(MESSAGES) == "d"
     (tmp_path / "chat_template.jinja").write_text("file")
-    assert load_tokenizer(tmp_path).apply_chat_template([]) == "file"
+    assert load_tokenizer(tmp_path).apply_chat_template(MESSAGES) == "file"
 
 
 def test_refused_messages_are_the_callers_error(tmp_path: Path) -> None:
@@ -102,8 +102,17 @@ def test_templates_run_in_a_sandbox(tmp_path: Path) -> None:
 
 def test_a_broken_tokenizer_is_a_model_error(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(ModelError, match="cannot read the tokenizer"):
+    with pytest.raises(ModelError, match="cannot read the tokenizer") as failure:
         load_tokenizer(tmp_path)
+    assert len(str(failure.value).splitlines()) == 1
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    with pytest.raises(ModelError, match=f"cannot read the tokenizer in {tmp_path}: it has neither a tokenizer.json nor another file"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"no protobuf")
+    with pytest.raises(ModelError, match="cannot read the tokenizer") as failure:
+        load_tokenizer(tmp_path)
+    assert len(str(failure.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize(
