@@ -66,10 +66,7 @@ class Publisher:
         """End the connections and the recording. Idempotent."""
         if self._server is not None:
             await self._server.close()
-        if self._recording is not None:
-            self._recording.close()
-        if self._recorder is not None:
-            await asyncio.to_thread(self._recorder.close)
+        await asyncio.to_thread(self.close_recording)
 
     def abandon(self) -> None:
         """As `close`, without waiting, after the event loop was closed; the recording stays open."""
@@ -78,5 +75,7 @@ class Publisher:
 
     def close_recording(self) -> None:
         """Write the rest of the recording and close it; blocks. Idempotent."""
+        if self._recording is not None:
+            self._recording.close()
         if self._recorder is not None:
             self._recorder.close()
