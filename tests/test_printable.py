@@ -24,7 +24,7 @@ from aioengine.commands import chat, runtime
 from aioengine.commands.demo_view import LiveView, PlainView
 from aioengine.commands.generate import ContinuationWriter
 from aioengine.errors import AioEngineError, EngineDeadError
-from aioengine.events.stream import SourceStatus, StreamItem
+from aioengine.events.sources.base import SourceStatus, StreamItem
 from aioengine.events.wire import WireHeader, encode_header
 from aioengine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from aioengine.printable import PROSE, LogLines, PrintableFormatter, get_logger, printable, printable_json

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, NoReturn
 from aioengine.commands.runtime import interrupts_leave_at_once, run, status
 from aioengine.commands.termination import EXIT_TERMINATED, signals_handled_by
 from aioengine.errors import AioEngineError
-from aioengine.events.source import StepSource, open_source
+from aioengine.events.sources.base import StepSource
+from aioengine.events.sources.open import open_source
 from aioengine.printable import printable_json
 from aioengine_tui.plain import render_plain
 from aioengine_tui.state import DashboardState
@@ -111,16 +112,16 @@ async def _print_states(address: str, settings: TopSettings) -> None:
     async with open_source(address, make_state=DashboardState, token=settings.token, whole_history=True) as source:
         taking = asyncio.create_task(_take(source, state))
         try:
-            if source.player is not None:
-                await source.player.seek_fraction(1.0)  # of a recording the end is asked for
+            if source.playback is not None:
+                await source.playback.seek_fraction(1.0)  # of a recording the end is asked for
             await _wait_for_state(state, taking)
-            if source.player is None and settings.once:
+            if source.playback is None and settings.once:
                 await asyncio.wait([taking], timeout=_SETTLE_S)
             while True:
-                if source.player is None:
+                if source.playback is None:
                     state.tick(source.now())
                 _print_state(state, as_json=settings.as_json)
-                if settings.once or source.player is not None or taking.done():
+                if settings.once or source.playback is not None or taking.done():
                     break
                 await asyncio.wait([taking], timeout=_PLAIN_INTERVAL_S)
         finally:

@@ -15,8 +15,8 @@ from aioengine.engine import core_events, engine_snapshot
 from aioengine.errors import AioEngineError, InvalidRequestError
 from aioengine.events import server as server_module
 from aioengine.events import wire
-from aioengine.events.replay import read_recording
-from aioengine.events.source import open_source
+from aioengine.events.recording.reader import read_recording
+from aioengine.events.sources.open import open_source
 from aioengine.events.step_event import EngineSnapshot, Event, StepEvent, StepResultEvent
 from aioengine.testing import FakeExecutor, FakeTokenizer, scripted
 from aioengine_tui.state import DashboardState

@@ -21,11 +21,13 @@ from aioengine import AsyncEngine, SamplingParams
 from aioengine.errors import AioEngineError, ConfigError
 from aioengine.events import server as server_module
 from aioengine.events.bus import StepBus
-from aioengine.events.protocol import Command, ConnectionFailed, ControlError, Hello, decode_server_line, encode_line
 from aioengine.events.server import EventServer
-from aioengine.events.source import SocketSource, StepSource, live_source, open_source
+from aioengine.events.socket_protocol import Command, Hello, decode_server_line, encode_line
+from aioengine.events.sources.base import ConnectionFailed, ControlError, Gap, SourceStatus, StepSource
+from aioengine.events.sources.live import live_source
+from aioengine.events.sources.open import open_source
+from aioengine.events.sources.socket import SocketSource
 from aioengine.events.step_event import EngineSnapshot, StepEvent, StepResultEvent
-from aioengine.events.stream import Gap, SourceStatus
 from aioengine.events.wire import WireHeader
 from aioengine.testing import FakeExecutor, FakeTokenizer
 from aioengine_tui.state import DashboardState

@@ -23,7 +23,7 @@ from aioengine.core.scheduler_output import (
     SchedulerStats,
 )
 from aioengine.events.json_form import json_form
-from aioengine.events.replay import read_recording
+from aioengine.events.recording.reader import read_recording
 from aioengine.events.step_event import SCHEMA_VERSION, EngineSnapshot, Event, RequestInfo, StepEvent, StepResultEvent
 from aioengine.events.wire import HIDDEN_TOKEN_ID, WireError, WireHeader, decode, decode_header, encode, encode_header
 from aioengine.printable import printable, printable_json

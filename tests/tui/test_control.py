@@ -1,4 +1,4 @@
-"""The keys that act on a recording's player and on an engine that allows control."""
+"""The keys that act on a recording's playback and on an engine that allows control."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from aioengine.events.protocol import ControlError
-from aioengine.events.recorder import StepRecorder
-from aioengine.events.source import open_source
+from aioengine.events.recording.writer import StepRecorder
+from aioengine.events.sources.base import ControlError
+from aioengine.events.sources.open import open_source
 from aioengine.events.step_event import StepEvent, StepResultEvent
 from aioengine_tui.app import DashboardApp
 from aioengine_tui.state import DashboardState
@@ -118,7 +118,7 @@ async def test_a_recording_is_stepped_searched_and_played(recording: Path) -> No
     app = DashboardApp(open_source(recording, make_state=DashboardState))
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.pause(0.05)
-        if app.source.player is not None and app.source.player.playing:
+        if app.source.playback is not None and app.source.playback.playing:
             await pilot.press("space")
         await press(app, pilot, "2", "S", *"12", "enter")
         await wait_for_step(app, pilot, 12)

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioengine.core.scheduler_output import SchedulerStats
-from aioengine.events.replay import read_recording
+from aioengine.events.recording.reader import read_recording
+from aioengine.events.sources.base import Gap, SourceStatus
 from aioengine.events.step_event import EngineSnapshot, Event, RequestSnapshot, StepEvent, StepResultEvent
-from aioengine.events.stream import Gap, SourceStatus
 from aioengine.events.wire import decode, encode
 from aioengine_tui.model.export import state_to_json
 from aioengine_tui.plain import render_plain

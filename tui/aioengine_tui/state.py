@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from aioengine.core.scheduler_output import AdmissionStop, SchedulerStats
+from aioengine.events.sources.base import CopyWanted, Gap, Restored, SourceStatus, StreamItem
 from aioengine.events.step_event import EngineSnapshot, StepEvent, StepResultEvent
-from aioengine.events.stream import CopyWanted, Gap, Restored, SourceStatus, StreamItem
 from aioengine.events.wire import WireHeader
 from aioengine_tui.model.blocks import BLOCK_STATES, BlockInfo, BlockMap, BlockState
 from aioengine_tui.model.fold_result import fold_result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from aioengine.events.stream import SourceStatus
+from aioengine.events.sources.base import SourceStatus
 from aioengine_tui.session import Session
 from aioengine_tui.state import DashboardState
 from aioengine_tui.widgets.graph import bar

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import orjson
 
-from aioengine.errors import AioEngineError
+from aioengine.events.sources.base import Gap
 from aioengine.events.step_event import SCHEMA_VERSION, Event
-from aioengine.events.stream import Gap
 from aioengine.events.wire import WireError, WireHeader, decode, decode_header, dumps_anyhow
 
 Action = Literal["pause", "resume", "step", "abort", "submit"]
@@ -23,14 +22,6 @@ ACTIONS: tuple[Action, ...] = ("pause", "resume", "step", "abort", "submit")
 
 MAX_COMMAND_BYTES = 1 << 20
 """A longer line from a viewer ends its connection."""
-
-
-class ControlError(AioEngineError):
-    """A command was refused or failed; the message says why."""
-
-
-class ConnectionFailed(AioEngineError):
-    """No engine answers at an address, or it does not let this viewer in; the message says which and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,24 +54,6 @@ class Reply:
     id: int
     result: Any = None
     error: str | None = None
-
-
-class EngineControl(Protocol):
-    """What a viewer may do to an engine, from wherever it watches. Each raises ControlError."""
-
-    async def pause(self) -> None:
-        """Schedule no further step until `resume()`."""
-
-    async def resume(self) -> None: ...
-
-    async def step(self) -> int | None:
-        """Run one step of a paused engine; its id, or None if there was nothing to run."""
-
-    async def abort(self, request_id: str) -> bool:
-        """End a request, named as the events name it; False if it is not live."""
-
-    async def submit(self, prompt: str, *, max_tokens: int = 64, temperature: float = 0.0) -> str:
-        """Start a request whose output only the events show; returns its id."""
 
 
 # ---------------------------------------------------------------------------------------------------- lines
