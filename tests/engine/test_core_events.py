@@ -15,6 +15,7 @@ from aioengine.engine import core_events, engine_snapshot
 from aioengine.errors import AioEngineError, InvalidRequestError
 from aioengine.events import server as server_module
 from aioengine.events import wire
+from aioengine.events.params_form import build_unchecked
 from aioengine.events.recording.reader import read_recording
 from aioengine.events.sources.open import open_source
 from aioengine.events.step_event import EngineSnapshot, Event, StepEvent, StepResultEvent
@@ -95,7 +96,7 @@ async def test_a_schema_of_a_users_own_objects_is_recorded(start_rig: Any, tmp_p
         rig.engine.pause()
         task = asyncio.create_task(run_to_end(rig.engine, [1, 2, 3], SamplingParams(max_tokens=2), request_id="odd"))
         await asyncio.sleep(0.02)
-        unchecked = wire._build_unchecked(StructuredOutputsParams, {"json": schema})  # today's door takes no such schema
+        unchecked = build_unchecked(StructuredOutputsParams, {"json": schema})  # today's door takes no such schema
         object.__setattr__(scheduler.requests["odd"].sampling_params, "structured_outputs", unchecked)
         rig.engine._core._publish_snapshot()
         object.__setattr__(scheduler.requests["odd"].sampling_params, "structured_outputs", None)

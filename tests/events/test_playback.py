@@ -346,8 +346,8 @@ async def test_a_viewer_is_asked_for_copies_while_it_plays(path: Path, monkeypat
         source.set_speed(100.0)
         await until(lambda: not source.playing and state.num_events == source.length)
         cursor = source._cursor
-        assert player is not None
-        kept = dict(player._checkpoints)
+        assert cursor is not None
+        kept = dict(cursor._checkpoints)
         assert [kept[place].num_events for place in kept] == list(kept) != []
         await source.step(-1)
         await until(lambda: state.num_events == source.position)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from aioengine.events.wire import params_to_dict
+from aioengine.events.params_form import params_to_dict
 from aioengine_tui.model.rows import RequestRow, StepRecord
 from aioengine_tui.model.windows import SERIES
 
