@@ -31,8 +31,8 @@ from aioengine.printable import PROSE, LogLines, PrintableFormatter, get_logger,
 from aioengine.testing import FakeExecutor, FakeTokenizer, scripted
 from aioengine_bench import console
 from aioengine_tui.app import DashboardApp
-from aioengine_tui.export import ExportTable, write_table
 from aioengine_tui.plain import render_plain
+from aioengine_tui.table_file import ExportTable, write_table
 from tests.tui.support import ListSource, busy_items, folded
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -26,8 +26,9 @@ from aioengine.errors import AioEngineError
 from aioengine.events.sources.base import StepSource
 from aioengine.events.sources.open import open_source
 from aioengine.printable import printable_json
+from aioengine_tui.model.state import DashboardState
+from aioengine_tui.model.state_json import state_to_json
 from aioengine_tui.plain import render_plain
-from aioengine_tui.state import DashboardState
 
 if TYPE_CHECKING:
     from aioengine.config import EngineConfig
@@ -145,7 +146,7 @@ async def _wait_for_state(state: DashboardState, taking: asyncio.Task[None]) -> 
 
 
 def _print_state(state: DashboardState, *, as_json: bool) -> None:
-    print(printable_json(state.to_json()) if as_json else render_plain(state, width=100) + "\n", flush=True)
+    print(printable_json(state_to_json(state)) if as_json else render_plain(state, width=100) + "\n", flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------- browser

@@ -20,7 +20,7 @@ from aioengine.events.recording.reader import read_recording
 from aioengine.events.sources.open import open_source
 from aioengine.events.step_event import EngineSnapshot, Event, StepEvent, StepResultEvent
 from aioengine.testing import FakeExecutor, FakeTokenizer, scripted
-from aioengine_tui.state import DashboardState
+from aioengine_tui.model.state import DashboardState
 
 
 async def run_to_end(engine: AsyncEngine, prompt: Any, params: SamplingParams | None = None, **options: Any) -> str | None:

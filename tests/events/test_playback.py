@@ -21,8 +21,8 @@ from aioengine.events.sources.file import FileSource
 from aioengine.events.step_event import EngineSnapshot, FinishedInfo, StepEvent, StepResultEvent
 from aioengine.events.wire import WireError, WireHeader
 from aioengine.sampling_params import SamplingParams, StructuredOutputsParams
-from aioengine_tui.model.export import state_to_json
-from aioengine_tui.state import DashboardState
+from aioengine_tui.model.state import DashboardState
+from aioengine_tui.model.state_json import state_to_json
 from tests.tui.runs import make_run
 
 

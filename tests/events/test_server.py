@@ -31,7 +31,8 @@ from aioengine.events.sources.socket import SocketSource
 from aioengine.events.step_event import EngineSnapshot, StepEvent, StepResultEvent
 from aioengine.events.wire import WireError, WireHeader
 from aioengine.testing import FakeExecutor, FakeTokenizer
-from aioengine_tui.state import DashboardState
+from aioengine_tui.model.state import DashboardState
+from aioengine_tui.model.state_json import state_to_json
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -106,7 +107,7 @@ async def test_a_viewer_gets_the_header_a_snapshot_and_then_every_event(path: Pa
             assert remote.status.state == local.status.state == "live"
             assert remote.totals == local.totals
             newest = slice(4)  # what ended before differs by what was still to be cleaned up when each attached
-            assert remote.to_json()["finished"][newest] == local.to_json()["finished"][newest]
+            assert state_to_json(remote)["finished"][newest] == state_to_json(local)["finished"][newest]
 
 
 async def test_two_viewers_attach_detach_and_attach_again(path: Path) -> None:

@@ -37,9 +37,9 @@ from aioengine.events.step_event import (
 from aioengine.events.wire import HIDDEN_TOKEN_ID, WireError, WireHeader, decode, decode_header, encode, encode_header
 from aioengine.printable import printable, printable_json
 from aioengine.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
-from aioengine_tui.model.export import state_to_json
+from aioengine_tui.model.state import DashboardState
+from aioengine_tui.model.state_json import state_to_json
 from aioengine_tui.plain import render_plain
-from aioengine_tui.state import DashboardState
 from tests.events.strategies import accepted_events, events
 
 DATA = Path(__file__).parent / "data"
@@ -293,6 +293,7 @@ def test_a_wrong_type_in_any_field_is_refused_by_its_name(event: Event) -> None:
     assert len(fields) > 25
     for holder, name in fields:
         was = holder[name]
+        wrong: Any
         for wrong in ("x", 1, [{}], {"x": []}, True):
             if type(wrong) is type(was) is not list or (type(wrong) is int and type(was) is float):
                 continue

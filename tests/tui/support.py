@@ -12,7 +12,7 @@ from aioengine.events.step_event import FinishedInfo, RequestInfo, StepEvent, St
 from aioengine.events.wire import WireHeader
 from aioengine.request import RequestStatus
 from aioengine.testing import FakeExecutor, make_request, make_scheduler
-from aioengine_tui.state import DashboardState
+from aioengine_tui.model.state import DashboardState
 
 BLOCK_SIZE = 4
 BUDGET = 32

@@ -12,7 +12,7 @@ from aioengine.events.sources.base import ControlError
 from aioengine.events.sources.open import open_source
 from aioengine.events.step_event import StepEvent, StepResultEvent
 from aioengine_tui.app import DashboardApp
-from aioengine_tui.state import DashboardState
+from aioengine_tui.model.state import DashboardState
 from tests.tui.support import HEADER, ListSource, busy_items
 from tests.tui.test_app import press, running, settle, text_of
 
@@ -54,7 +54,7 @@ async def test_the_engine_is_paused_stepped_and_resumed() -> None:
         await press(app, pilot, "full_stop")
         assert "P pauses it first" in text_of(app, "#warnings")
         await press(app, pilot, "P")
-        app.session.live.paused = True
+        app.session.live.data.paused = True
         await press(app, pilot, "full_stop", "right_square_bracket")
         assert "ENGINE PAUSED" in text_of(app, "#warnings")
         await press(app, pilot, "P")

@@ -24,9 +24,9 @@ from textual.worker import Worker, WorkerError
 
 from aioengine.errors import AioEngineError
 from aioengine_tui.control import ControlActions
-from aioengine_tui.export import ExportFormat, write_table
 from aioengine_tui.keymap import BINDINGS, COMMANDS
 from aioengine_tui.messages import FilterWanted, OpenRequest
+from aioengine_tui.model.state import DashboardState
 from aioengine_tui.screens.base import FilterView, View
 from aioengine_tui.screens.batch import BatchView
 from aioengine_tui.screens.blocks import BlocksView
@@ -36,7 +36,7 @@ from aioengine_tui.screens.overview import OverviewView
 from aioengine_tui.screens.request import RequestView
 from aioengine_tui.screens.step import StepView
 from aioengine_tui.session import Session
-from aioengine_tui.state import DashboardState
+from aioengine_tui.table_file import ExportFormat, write_table
 from aioengine_tui.themes import THEME_NAMES, THEMES, Palette, textual_name
 from aioengine_tui.widgets.chrome import keys_line, replay_line, tabs_line, title_line, warnings_line
 from aioengine_tui.widgets.line_view import LineView
