@@ -207,11 +207,15 @@ async def test_an_event_that_cannot_be_encoded_costs_a_viewer_a_gap_and_a_snapsh
         watching = asyncio.create_task(watch())
         await wait_for(lambda: state.stats is not None)
 
-        def refuse(event: StepEvent, include_prompts: bool) -> dict[str, Any]:
-            raise RuntimeError("one request's data")
+        to_line = wire._to_line
+
+        def refuse(kind: type[Event], fields: Any) -> bytes:
+            if kind is StepEvent:
+                raise RuntimeError("one request's data")
+            return to_line(kind, fields)
 
         with monkeypatch.context() as patch:
-            patch.setattr(wire, "_step_to_dict", refuse)
+            patch.setattr(wire, "_to_line", refuse)
             assert await run_to_end(rig.engine, [1, 2, 3], request_id="first") == "length"
         assert await run_to_end(rig.engine, [4], request_id="second") == "length"
         await rig.settle()
