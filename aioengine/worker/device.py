@@ -206,6 +206,8 @@ def _device_pipeline(config: ResolvedConfig, *, states: RequestStates, block_tab
         transfers=transfers,
         max_num_tokens=config.scheduler.max_num_batched_tokens,
         vocab_size=config.model.vocab_size,
+        num_kv_heads=config.model.num_kv_heads,
+        sliding_window=config.model.sliding_window,
         logprobs_mode=config.worker.logprobs_mode,
     )
 

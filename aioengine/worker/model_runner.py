@@ -113,7 +113,7 @@ class ModelRunner:
         batch, hidden, prompt_rows, prompt_hidden = None, None, None, None
         if not out.is_cleanup_only:
             batch = self._pipeline.build_batch(out)
-            prompt_rows = plan_prompt_rows(batch, self.states, device=self._device)
+            prompt_rows = plan_prompt_rows(batch, self.states, upload=self._pipeline.upload)
             all_hidden = self._forward(batch, block_ids_to_zero=out.new_block_ids_to_zero)
             hidden = all_hidden.index_select(0, batch.logits_indices)
             prompt_hidden = None if prompt_rows is None else all_hidden.index_select(0, prompt_rows.indices)

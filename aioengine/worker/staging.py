@@ -38,6 +38,10 @@ def plan_layout(sizes: Sequence[int]) -> tuple[list[int], int]:
     return offsets, end
 
 
+def _round_up(num_bytes: int) -> int:
+    return 1 << (num_bytes - 1).bit_length()
+
+
 class _Buffer:
     """A pinned buffer, its twin on the device, and when each may be written to again."""
 
@@ -67,11 +71,12 @@ class StagedArrays:
 
 
 class Staging:
-    """Packs and uploads; grows when a step needs more room than any before."""
+    """Packs and uploads. Grows when a step needs more room than any before, which takes milliseconds: say what to expect."""
 
-    def __init__(self, transfers: Transfers) -> None:
+    def __init__(self, transfers: Transfers, *, capacity: int = _MIN_CAPACITY) -> None:
         self._transfers = transfers
-        self._buffers = [_Buffer(transfers, _MIN_CAPACITY) for _ in range(_NUM_BUFFERS)]
+        self.capacity = _round_up(max(capacity, _MIN_CAPACITY))
+        self._buffers = [_Buffer(transfers, self.capacity) for _ in range(_NUM_BUFFERS)]
         self._turn = 0
 
     def stage(self, arrays: Sequence[npt.NDArray[Any]]) -> StagedArrays:
@@ -101,5 +106,5 @@ class Staging:
         if buffer.is_held:
             raise RuntimeError(f"{_NUM_BUFFERS} executed steps wait to be sampled; a further one cannot be staged before that")
         if num_bytes > buffer.capacity:
-            buffer = self._buffers[turn] = _Buffer(self._transfers, 1 << (num_bytes - 1).bit_length())
+            buffer = self._buffers[turn] = _Buffer(self._transfers, _round_up(num_bytes))
         return buffer

@@ -124,11 +124,15 @@ def _batch_inputs(device: torch.device) -> float:
             _int32(0, 1, 18, 19, 619, device=where),
             _int32(30, 16, 12, 0, device=where),
             _int32(30, 60, 40, 600, device=where),
+            _int32(0, 31, 31, 44, 44, device=where),
+            _int32(256, device=where),
         )
         longs = [torch.full((640,), -9, device=where) for _ in range(3)]
         ints = torch.full((6,), -9, dtype=torch.int32, device=where)
         blocks = torch.full((6, 40), -9, dtype=torch.int32, device=where)
-        return tables, rows, BatchInputs(longs[0], longs[1], longs[2], ints, torch.full((6,), -9, device=where), blocks)
+        starts, segment_len = torch.full((7,), -9, dtype=torch.int32, device=where), _int32(-9, device=where)
+        last = torch.full((6,), -9, device=where)
+        return tables, rows, BatchInputs(longs[0], longs[1], longs[2], ints, last, blocks, starts, segment_len)
 
     (tables, rows, out), (tables_ref, rows_ref, out_ref) = make(device), make(torch.device("cpu"))
     batch_inputs(tables, rows, out, block_size=BLOCK_SIZE, max_query_len=600)
