@@ -118,8 +118,12 @@ class AttentionBackend(ABC):
         """Normalise and rotate queries and keys, then do what `forward` does. Only if `fuses_rope`."""
         raise NotImplementedError(f"the attention backend {self.name!r} takes rotated queries and keys")
 
-    def compile_kernels(self, kv_cache: torch.Tensor) -> None:
-        """Launch, over block 0, which nobody reads, what the steps of a warm-up do not reach and serving may."""
+    def compile_kernels(  # noqa: B027  # nothing to compile is the rule
+        self,
+        kv_cache: torch.Tensor,  # of one layer
+        block_table: torch.Tensor,  # as steps have it: what is compiled depends on its strides
+    ) -> None:
+        """Launch what the steps of a warm-up do not reach and serving may, over the blocks of the table's first row."""
 
     @abstractmethod
     def zero_blocks(self, kv_cache: torch.Tensor, block_ids: list[int]) -> None:

@@ -140,26 +140,24 @@ class TritonPagedBackend(AttentionBackend):
             weakref.finalize(kv_cache, self._halves.pop, id(kv_cache), None)  # the views must not keep its memory
         return halves
 
-    def compile_kernels(self, kv_cache: torch.Tensor) -> None:
-        """Attention of a split decode beside a prompt chunk that is split: a query over block 0, whose output nobody reads."""
+    def compile_kernels(self, kv_cache: torch.Tensor, block_table: torch.Tensor) -> None:
+        """A decode, then a prompt chunk, of so long a context that both are split; their output is nobody's."""
         c, device = self.config, kv_cache.device
         key_cache, value_cache = self._split(kv_cache)
-        lengths = torch.tensor([1, 2], dtype=torch.int32)
-        query = torch.zeros(3, c.num_heads, c.head_dim, dtype=c.dtype, device=device)
-        self._paged_attention(
-            query,
-            key_cache=key_cache,
-            value_cache=value_cache,
-            block_table=torch.zeros(2, 1, dtype=torch.int32, device=device),
-            seq_lens=lengths.to(device),
-            query_start_loc=torch.tensor([0, 1, 3], dtype=torch.int32).to(device),
-            max_query_len=2,
-            max_seq_len=1 << 20,  # as long as this, even one chunk is cut
-            scale=1.0,
-            num_decodes=1,
-            sliding_window=c.sliding_window,
-            logits_soft_cap=c.logits_soft_cap,
-        )
+        for query_len in (1, 2):
+            self._paged_attention(
+                torch.zeros(query_len, c.num_heads, c.head_dim, dtype=c.dtype, device=device),
+                key_cache=key_cache,
+                value_cache=value_cache,
+                block_table=block_table[:1],
+                seq_lens=torch.tensor([query_len], dtype=torch.int32).to(device),
+                query_start_loc=torch.tensor([0, query_len], dtype=torch.int32).to(device),
+                max_query_len=query_len,
+                max_seq_len=1 << 20,
+                scale=1.0,
+                sliding_window=c.sliding_window,
+                logits_soft_cap=c.logits_soft_cap,
+            )
 
     def zero_blocks(self, kv_cache: torch.Tensor, block_ids: list[int]) -> None:
         # From pinned memory, or the copy would wait for all that has been enqueued.

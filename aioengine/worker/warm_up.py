@@ -25,7 +25,7 @@ _EVERYTHING = SamplingParams(
 )
 
 
-def warm_up_steps(scheduler: SchedulerConfig, *, block_size: int) -> list[SchedulerOutput]:
+def warm_up_steps(scheduler: SchedulerConfig, *, block_size: int, zero_blocks: bool = False) -> list[SchedulerOutput]:
     """Prompts, a decode step and the clean-up, of a greedy request and of one with every sampling parameter.
 
     All their positions lie in block 1: the tokens mean nothing. No decode step if two output tokens exceed `max_model_len`.
@@ -43,6 +43,7 @@ def warm_up_steps(scheduler: SchedulerConfig, *, block_size: int) -> list[Schedu
         scheduled_cached_reqs=CachedRequestData(),
         num_scheduled_tokens=dict.fromkeys(ids, length),
         total_num_scheduled_tokens=length * len(ids),
+        new_block_ids_to_zero=[_BLOCK_ID] if zero_blocks else [],
     )
     decode = SchedulerOutput(
         step_id=0,

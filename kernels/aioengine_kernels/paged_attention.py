@@ -329,7 +329,7 @@ class _Launch:
     def decodes(self, num_reqs: int, split: DecodeSplit) -> None:
         """The first `num_reqs` requests, with one query token each."""
         plan = self._plan(decode=True)
-        partial = self._partial(split.num_segments) if split.is_split else (self.out, self.out, self.out)
+        partial = self._partial(split.num_segments) if split.is_split else self._no_partial()
         grid = (split.num_segments, self.key_cache.shape[2])
         self._run(grid, plan, partial, split=split, first_req=0, num_reqs=num_reqs, num_segments=1, num_tokens=num_reqs)
         if split.is_split:
@@ -342,9 +342,7 @@ class _Launch:
         num_blocks = num_tokens // plan.block_q + num_reqs
         if num_segments is None:
             num_segments = choose_num_segments(num_query_blocks=num_blocks, num_kv_heads=num_kv_heads, max_seq_len=max_seq_len)
-        partial = (self.out, self.out, self.out)
-        if num_segments > 1:
-            partial = self._partial(num_segments, num_tokens)
+        partial = self._partial(num_segments, num_tokens) if num_segments > 1 else self._no_partial()
         grid = (num_blocks, num_kv_heads, num_segments)
         self._run(grid, plan, partial, split=None, first_req=first_req, num_reqs=num_reqs, num_segments=num_segments, num_tokens=num_tokens)
         if num_segments > 1:
@@ -361,6 +359,11 @@ class _Launch:
         options: dict[str, Any] = {"dtype": torch.float32, "device": self.query.device}
         partial = torch.empty(*rows, num_heads, next_power_of_2(head_dim), **options)
         return partial, torch.empty(*rows, num_heads, **options), torch.empty(*rows, num_heads, **options)
+
+    def _no_partial(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What is not written to: of the same type, or it would make another variant of the kernel."""
+        nothing = torch.empty(0, dtype=torch.float32, device=self.query.device)
+        return nothing, nothing, nothing
 
     def _run(
         self,
