@@ -7,25 +7,29 @@ later (the number of KV blocks) is an argument to whoever needs it and never wri
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from aioengine.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceType = Literal["cpu", "cuda"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 Weights = Literal["auto", "dense", "exact", "fast"]
-KvCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
+KvCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"]
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
-_DEVICES = ("auto", "cpu", "cuda")
 _POLICIES = ("fcfs", "priority")
 _LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 _WEIGHTS = ("auto", "dense", "exact", "fast")
-_KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
+_KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "fp8")
+_MAX_GPU_MEMORY_UTILIZATION = 0.97  # the driver, libraries and the allocator's gaps need the rest while serving
 _DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 # A chunk of this size keeps one step of a 135M model under a second on two cores, so that others keep streaming.
 _DEFAULT_MAX_NUM_BATCHED_TOKENS_CPU = 512
@@ -97,6 +101,7 @@ class CacheConfig:
 class WorkerConfig:
     device: DeviceType
     dtype: str
+    device_index: int | None = None  # of several GPUs; None: the current one
     kv_cache_dtype: str = "float32"
     weights: Literal["dense", "exact", "fast"] = "dense"
     allow_dense: bool = False  # the user left `weights` open: dense if the machine or the model does not allow the others
@@ -126,14 +131,16 @@ class EngineConfig:
 
     model: a built-in alias ("smollm2"), a local folder, a `.gguf` file, or a Hugging Face repository id.
     tokenizer: a folder or repository to take the tokenizer from, when it is not the model's own.
-    dtype: of weights and activations. auto: float32 on CPU, the checkpoint's own on CUDA.
-    device: auto takes CUDA if there is one.
+    dtype: of weights and activations. auto: float32 on CPU; on CUDA the checkpoint's own, but bfloat16 for float32 ones, which
+        would take twice the memory and several times the time.
+    device: "cpu", "cuda" or, of several GPUs, "cuda:1"; auto takes CUDA if there is one.
     weights: how the CPU multiplies. exact: on weights as packed in the checkpoint: float32 ones in float32, quantized ones
         with activations of 16 bits (some 1e-5 from float32). fast: with those of the layers rounded to 8 bits, but for the
         groups that stand out of their row. dense: dequantized, with PyTorch's own kernels: the reference. auto, if `dtype`
         was left to the engine: fast for a quantized model, exact for others, dense where neither is possible. CUDA is
         always dense.
-    kv_cache_dtype: of the stored keys and values. auto: the dtype, but float16 with fast weights.
+    kv_cache_dtype: of the stored keys and values. auto: the dtype, but float16 with fast weights. int8: on the CPU. fp8 (e4m3,
+        unscaled): half the memory of bfloat16, on GPUs of compute capability 8.9.
     max_model_len: prompt and output together, in tokens. auto: the model's own limit.
     max_num_seqs: requests that run at once. max_num_batched_tokens: tokens of one step.
     enable_chunked_prefill: split prompts that do not fit into a step's budget.
@@ -142,7 +149,7 @@ class EngineConfig:
     async_scheduling: schedule the next step while the current one runs. False: one step at a time, same tokens.
     block_size: tokens a KV block. num_kv_cache_blocks: how many, the null block included; auto: from memory.
     kv_cache_memory_bytes: most memory the KV cache may take on CPU (auto: 1 GiB, or half of what is free if less).
-    gpu_memory_utilization: share of the GPU's memory for weights, activations and KV cache together.
+    gpu_memory_utilization: share of the GPU's memory for weights, activations and KV cache together, at most 0.97.
     enable_prefix_caching: reuse the KV blocks of equal prompt prefixes. prefix_caching_seed: fixes the block hashes.
     zero_new_blocks: clear KV blocks before use. No attention backend here needs it: none reads a slot that was not written.
     attention_backend: a registered backend's name; auto takes the first that fits.
@@ -164,7 +171,7 @@ class EngineConfig:
     model: str = "smollm2"
     tokenizer: str | None = None
     dtype: Dtype = "auto"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: str = "auto"
     weights: Weights = "auto"
     kv_cache_dtype: KvCacheDtype = "auto"
     max_model_len: int | None = None
@@ -197,7 +204,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, _DTYPES)
-        _one_of("device", self.device, _DEVICES)
+        _check_device(self.device)
         _one_of("weights", self.weights, _WEIGHTS)
         _one_of("kv_cache_dtype", self.kv_cache_dtype, _KV_CACHE_DTYPES)
         _one_of("scheduling_policy", self.scheduling_policy, _POLICIES)
@@ -222,8 +229,11 @@ class EngineConfig:
                 _at_least(name, getattr(self, name), least)
         if self.step_timeout_s is not None and not self.step_timeout_s > 0:
             raise ConfigError(f"step_timeout_s must be > 0 or None, got {self.step_timeout_s!r}")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}")
+        if not 0 < self.gpu_memory_utilization <= _MAX_GPU_MEMORY_UTILIZATION:
+            raise ConfigError(
+                f"gpu_memory_utilization must be in (0, {_MAX_GPU_MEMORY_UTILIZATION}], got {self.gpu_memory_utilization!r}: "
+                "the driver and libraries take memory while serving"
+            )
 
     @classmethod
     def from_options(cls, model: str | EngineConfig, options: dict[str, Any]) -> EngineConfig:
@@ -241,9 +251,10 @@ class EngineConfig:
 
         Raises ConfigError where settings contradict each other or the model.
         """
-        device: DeviceType = ("cuda" if cuda_available else "cpu") if self.device == "auto" else self.device
+        name, _, index = self.device.partition(":")
+        device: DeviceType = "cuda" if name == "cuda" or (name == "auto" and cuda_available) else "cpu"
         if device == "cuda" and not cuda_available:
-            raise ConfigError('device="cuda" was asked for, but PyTorch finds no CUDA device')
+            raise ConfigError(f'device="{self.device}" was asked for, but PyTorch finds no CUDA device')
         if device == "cuda" and self.num_speculative_tokens:
             raise ConfigError(f"num_speculative_tokens ({self.num_speculative_tokens}) is for the CPU; on cuda leave it at 0")
         return ResolvedConfig(
@@ -258,7 +269,7 @@ class EngineConfig:
                 gpu_memory_utilization=self.gpu_memory_utilization,
                 zero_new_blocks=self.zero_new_blocks,
             ),
-            worker=self._resolve_worker(model, device),
+            worker=self._resolve_worker(model, device, device_index=int(index) if index else None),
             admission=AdmissionConfig(
                 max_num_queued_reqs=self.max_num_queued_reqs,
                 max_num_queued_tokens=self.max_num_queued_tokens,
@@ -268,7 +279,7 @@ class EngineConfig:
             check_invariants=os.environ.get("AIOENGINE_CHECK") == "1" if self.check_invariants is None else self.check_invariants,
         )
 
-    def _resolve_worker(self, model: ModelInfo, device: DeviceType) -> WorkerConfig:
+    def _resolve_worker(self, model: ModelInfo, device: DeviceType, *, device_index: int | None) -> WorkerConfig:
         dtype = self._resolve_dtype(model, device)
         weights = self._resolve_weights(model, device)
         allow_dense = self.weights == "auto" and weights != "dense"
@@ -281,6 +292,7 @@ class EngineConfig:
             attention_backend = "torch_paged" if weights == "dense" else "cpu_paged"
         return WorkerConfig(
             device=device,
+            device_index=device_index,
             dtype=dtype,
             kv_cache_dtype=kv_cache_dtype,
             weights=weights,
@@ -307,7 +319,12 @@ class EngineConfig:
     def _resolve_dtype(self, model: ModelInfo, device: DeviceType) -> str:
         if self.dtype != "auto":
             return self.dtype
-        return "float32" if device == "cpu" else model.dtype
+        if device == "cpu":
+            return "float32"
+        if model.dtype == "float32":
+            logger.warning('%s is stored in float32 and runs in bfloat16 on CUDA; dtype="float32" keeps it', model.name)
+            return "bfloat16"
+        return model.dtype
 
     def _resolve_scheduler(self, model: ModelInfo, device: DeviceType) -> SchedulerConfig:
         limit = model.max_position_embeddings
@@ -353,6 +370,11 @@ class EngineConfig:
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def _check_device(device: object) -> None:
+    if not isinstance(device, str) or not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", device):
+        raise ConfigError(f'device must be auto, cpu, cuda or one of several GPUs, such as "cuda:1"; got {device!r}')
 
 
 def _at_least(name: str, value: object, least: int) -> None:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from aioengine.attention.base import AttentionBatch
-from aioengine.config import LogprobsMode
+from aioengine.config import LogprobsMode, SchedulerConfig
 from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.worker.block_table import BlockTable
 from aioengine.worker.input_batch import InputBatch, StepPlan, plan_step
@@ -26,7 +26,7 @@ from aioengine.worker.request_state import RequestStates
 from aioengine.worker.sample.device_sampler import StagedSampling, sample_on_device, sampling_arrays, staged_sampling
 from aioengine.worker.sample.logprobs import make_entries
 from aioengine.worker.sample.sampler import NAN_LOGITS, NOTHING_ALLOWED
-from aioengine.worker.staging import Staging
+from aioengine.worker.staging import StagedArrays, Staging, staging_capacity
 from aioengine.worker.transfers import Download, Transfers
 from aioengine_kernels.batch_inputs import BatchInputs, RequestTables, StepRows, batch_inputs
 from aioengine_kernels.flash_decoding import MIN_SEGMENT_TOKENS, DecodeSplit, choose_segment_len, max_num_segments
@@ -90,6 +90,29 @@ def cut_decodes(plan: StepPlan, *, num_kv_heads: int, max_visible: int) -> Decod
     return DecodeCut(num_decodes, kv_start_loc, segment_len, longest > segment_len)
 
 
+def pipeline_bytes(scheduler: SchedulerConfig, *, block_size: int, vocab_size: int) -> int:
+    """Device memory of a `DevicePipeline`: its tables, its inputs, and both buffers of each staging."""
+    num_slots, num_tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+    num_columns = -(-scheduler.max_model_len // block_size)
+    staged = (
+        step_bytes(num_slots, max_model_len=scheduler.max_model_len, max_num_tokens=num_tokens, num_columns=num_columns),
+        bitmask_bytes(num_slots, vocab_size=vocab_size),
+        prompt_bytes(num_tokens),
+    )
+    tables = num_slots * 4 * (scheduler.max_model_len + 2 * num_columns)
+    return tables + 24 * num_tokens + 32 * (num_slots + 1) + sum(2 * staging_capacity(num_bytes) for num_bytes in staged)
+
+
+def bitmask_bytes(num_slots: int, *, vocab_size: int) -> int:
+    """Masks of all requests' grammars, their rows, and the alignment of the two."""
+    return num_slots * (-(-vocab_size // 8) + 8) + 32
+
+
+def prompt_bytes(max_num_tokens: int) -> int:
+    """Where the rows of prompt log-probabilities are, and their tokens."""
+    return 16 * max_num_tokens + 32
+
+
 _BYTES_PER_ROW = 256  # of a request in a step: the row's own arrays, its sampling parameters, and their alignment
 
 
@@ -145,8 +168,8 @@ class DevicePipeline(StepPipeline):
         capacity = step_bytes(num_slots, max_model_len=states.max_model_len, max_num_tokens=max_num_tokens, num_columns=num_columns)
         self._staging = Staging(transfers, capacity=capacity)
         # Of their own: a step's arrays are read until after its bitmasks are sent, and until its prompt rows are.
-        self._bitmask_staging = Staging(transfers, capacity=num_slots * (-(-vocab_size // 8) + 8))
-        self._upload_staging = Staging(transfers, capacity=16 * max_num_tokens)
+        self._bitmask_staging = Staging(transfers, capacity=bitmask_bytes(num_slots, vocab_size=vocab_size))
+        self._upload_staging = Staging(transfers, capacity=prompt_bytes(max_num_tokens))
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -206,7 +229,8 @@ class DevicePipeline(StepPipeline):
             cut,
             query_start_loc=step_rows.query_start_loc,
             logits_indices=staged.tensors[first_of_rest],
-            sampling=staged_sampling(staged, sampling, first=first_of_rest + 1, token_table=self._tables.token_table),
+            sampling=staged_sampling(staged.tensors[first_of_rest + 1 :], sampling, token_table=self._tables.token_table),
+            arrays=staged,
         )
 
     def _collect_writes(self, out: SchedulerOutput) -> tuple[_TableWrites, _TableWrites]:
@@ -265,7 +289,14 @@ class DevicePipeline(StepPipeline):
             write_rows(self._tables.block_table, block_pieces, block_values, max_length=block_writes.max_length)
 
     def _make_batch(
-        self, plan: StepPlan, cut: DecodeCut, *, query_start_loc: torch.Tensor, logits_indices: torch.Tensor, sampling: StagedSampling
+        self,
+        plan: StepPlan,
+        cut: DecodeCut,
+        *,
+        query_start_loc: torch.Tensor,
+        logits_indices: torch.Tensor,
+        sampling: StagedSampling,
+        arrays: StagedArrays,
     ) -> InputBatch:
         inputs, num_reqs, num_tokens = self._inputs, len(plan.req_ids), int(plan.query_start_loc[-1])
         return InputBatch(
@@ -287,6 +318,7 @@ class DevicePipeline(StepPipeline):
             sampled_np=plan.sampled,
             row_seq_lens_np=plan.row_seq_lens,
             staged=sampling,
+            arrays=arrays,
             num_decodes=cut.num_decodes,
             split=DecodeSplit(inputs.kv_start_loc, inputs.segment_len, cut.num_segments, cut.is_split),
             max_chunk_seq_len=int(plan.seq_lens[cut.num_decodes :].max(initial=0)),
@@ -355,5 +387,5 @@ class DevicePipeline(StepPipeline):
         return self._transfers.download(tensors)
 
     def end_step(self, batch: InputBatch) -> None:
-        assert batch.staged is not None
-        batch.staged.arrays.release()
+        assert batch.arrays is not None
+        batch.arrays.release()

@@ -17,6 +17,7 @@ from aioengine.worker.request_state import RequestStates
 
 if TYPE_CHECKING:
     from aioengine.worker.sample.device_sampler import StagedSampling
+    from aioengine.worker.staging import StagedArrays
     from aioengine_kernels.flash_decoding import DecodeSplit
 
 IntArray = npt.NDArray[np.int32]
@@ -45,6 +46,7 @@ class InputBatch:
     sampled_np: LongArray  # [num_rows]: the batch index of each of them; a request with guesses has several in a row
     row_seq_lens_np: LongArray  # [num_rows]: how many tokens come before the one that a row samples
     staged: StagedSampling | None = None  # what the device's sampler reads; None where the sampler reads the host's tables
+    arrays: StagedArrays | None = None  # what the tensors of a device's step are views of
     num_decodes: int = 0  # these three as in `AttentionBatch`
     split: DecodeSplit | None = None
     max_chunk_seq_len: int = 0

@@ -38,8 +38,9 @@ def plan_layout(sizes: Sequence[int]) -> tuple[list[int], int]:
     return offsets, end
 
 
-def _round_up(num_bytes: int) -> int:
-    return 1 << (num_bytes - 1).bit_length()
+def staging_capacity(num_bytes: int) -> int:
+    """The size of a buffer that holds `num_bytes`: a power of two, so that it grows seldom."""
+    return 1 << (max(num_bytes, _MIN_CAPACITY) - 1).bit_length()
 
 
 class _Buffer:
@@ -75,7 +76,7 @@ class Staging:
 
     def __init__(self, transfers: Transfers, *, capacity: int = _MIN_CAPACITY) -> None:
         self._transfers = transfers
-        self.capacity = _round_up(max(capacity, _MIN_CAPACITY))
+        self.capacity = staging_capacity(capacity)
         self._buffers = [_Buffer(transfers, self.capacity) for _ in range(_NUM_BUFFERS)]
         self._turn = 0
 
@@ -106,5 +107,5 @@ class Staging:
         if buffer.is_held:
             raise RuntimeError(f"{_NUM_BUFFERS} executed steps wait to be sampled; a further one cannot be staged before that")
         if num_bytes > buffer.capacity:
-            buffer = self._buffers[turn] = _Buffer(self._transfers, _round_up(num_bytes))
+            buffer = self._buffers[turn] = _Buffer(self._transfers, staging_capacity(num_bytes))
         return buffer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from aioengine.config import GIB, CacheConfig
-from aioengine.worker.device import CudaDevice
+from aioengine.config import GIB, CacheConfig, WorkerConfig
+from aioengine.errors import ConfigError
+from aioengine.worker.device import CudaDevice, create_device
+from aioengine.worker.memory_profile import Reservation
 from aioengine.worker.transfers import CudaTransfers
 
 CUDA = torch.device("cuda", 0)
@@ -140,11 +143,44 @@ def test_the_cache_gets_what_the_readings_leave(monkeypatch: pytest.MonkeyPatch)
         "empty_cache": lambda: None,
         "reset_peak_memory_stats": lambda device: log.append("reset"),
         "mem_get_info": lambda device: (120 * GIB, 140 * GIB),
+        "memory_allocated": lambda device: 16 * GIB,
         "max_memory_allocated": lambda device: 18 * GIB,
         "memory_reserved": lambda device: 19 * GIB,
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     cache = CacheConfig(block_size=16, gpu_memory_utilization=0.5)
-    assert CudaDevice().kv_cache_memory_bytes(cache, run_largest_step=lambda: log.append("run")) == (70 - 18 - 1) * GIB
+    reserved = Reservation(tables=GIB, activation_share=0.5)
+    left = CudaDevice().kv_cache_memory_bytes(cache, run_largest_step=lambda: log.append("run"), reserved=reserved)
+    assert left == (70 - 18 - 1 - 1 - 1) * GIB
     assert log == ["run", "reset", "run"], "what is allocated once, in the first run, is not part of the peak"
+
+
+def test_the_worker_need_not_wait_for_the_loop_longer_than_a_step_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's own 5 ms between threads are several steps. What was set before is put back, if nobody else changed it."""
+    for name in ("set_device", "Stream", "set_stream", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    before = sys.getswitchinterval()
+    device = CudaDevice(index=1)
+    assert device.torch_device == torch.device("cuda", 1)
+    try:
+        device.set_up_thread()
+        assert sys.getswitchinterval() <= 1e-3
+        device.release_memory()
+        assert sys.getswitchinterval() == before
+        sys.setswitchinterval(1e-4)  # somebody wants less
+        device.set_up_thread()
+        device.release_memory()
+        assert sys.getswitchinterval() == pytest.approx(1e-4)
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match='device="cuda:2" was asked for, but there are 2 CUDA devices'):
+        create_device(WorkerConfig(device="cuda", dtype="float32", device_index=2))
+    created = create_device(WorkerConfig(device="cuda", dtype="float32", device_index=1))
+    assert created.torch_device == torch.device("cuda", 1)
