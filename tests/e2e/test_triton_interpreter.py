@@ -32,12 +32,19 @@ def make_requests() -> list[dict[str, Any]]:
     return requests + [{"prompt": shared, "params": sampled} for _ in SEEDED]
 
 
-def run_engine(folder: Path, backend: str, *, options: dict[str, Any] | None = None, **environment: str) -> dict[str, Any]:
+def run_engine(
+    folder: Path,
+    backend: str,
+    *,
+    requests: list[dict[str, Any]] | None = None,
+    options: dict[str, Any] | None = None,
+    **environment: str,
+) -> dict[str, Any]:
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     paths = os.pathsep.join(str(ROOT / part) for part in ("", "kernels", "tui", "benchmarks"))
     command = [sys.executable, str(Path(__file__).parent / "interpreted" / "run_engine.py"), str(folder), backend]
     result = subprocess.run(
-        [*command, json.dumps(make_requests()), json.dumps(options or {})],
+        [*command, json.dumps(requests or make_requests()), json.dumps(options or {})],
         env={**inherited, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
@@ -97,3 +104,19 @@ def test_what_a_step_launches(interpreted: dict[str, Any], tiny_model: Path) -> 
         sampling = ("_gumbel_argmax_kernel", "_join_chunks_kernel", "_top_k_top_p_kernel", "_token_logprobs_kernel")
         assert all(launches.pop(name, 0) <= 1 for name in sampling)
         assert launches == {}
+
+
+@pytest.mark.timeout(600)
+def test_an_fp8_cache_through_the_engine(tiny_model: Path) -> None:
+    """Keys and values keep 3 bits of mantissa: log-probabilities move by some hundredths, and blocks take a quarter of float32's."""
+    rng = random.Random(3)
+    params = {"temperature": 0, "max_tokens": 3, "logprobs": 1, "ignore_eos": True}
+    requests = [{"prompt": [rng.randrange(2, 258) for _ in range(length)], "params": params} for length in (5, 21)]
+    expected = run_engine(tiny_model, "torch_paged", requests=requests)
+    actual = run_engine(tiny_model, "triton", requests=requests, options={"kv_cache_dtype": "fp8"}, TRITON_INTERPRET="1")
+    differences = []
+    for ours, theirs in zip(actual["outputs"], expected["outputs"], strict=True):
+        assert len(ours["token_ids"]) == 3
+        first, wanted = ours["logprobs"][0], theirs["logprobs"][0]
+        differences.append(abs(first[0][1] - wanted[0][1]))
+    assert 0 < max(differences) < 0.2

@@ -12,6 +12,7 @@ import torch
 
 from aioengine.outputs import ModelRunnerOutput, TokenLogprobs
 from aioengine.worker import prompt_logprobs
+from aioengine.worker.device import CpuDevice
 
 PROMPT = [3, 14, 15, 9, 26, 5, 35, 8, 9, 7, 9, 32, 38, 46]
 OTHER = [27, 18, 28, 18, 28, 45, 9]
@@ -163,6 +164,21 @@ def test_whatever_happens_each_position_is_reported_once_and_in_order(make_drive
     expected = whole(make_driver)
     for req_id in ids:
         assert_same(collector.entries[req_id], expected)
+
+
+@pytest.mark.parametrize("pipeline", ["device"], indirect=True)
+def test_the_device_is_never_waited_for(make_driver: MakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step with prompt log-probabilities sends goes through pinned memory: a copy of any other array waits for the device."""
+
+    def refuse(device: Any, array: Any) -> Any:
+        raise AssertionError("a blocking copy")
+
+    driver = make_driver()
+    monkeypatch.setattr(CpuDevice, "to_device", refuse)
+    monkeypatch.setattr(CpuDevice, "to_host", refuse)
+    driver.add("r", PROMPT, prompt_logprobs=2)
+    output = driver.step({"r": len(PROMPT)})
+    assert len(output.prompt_logprobs["r"]) == len(PROMPT) - 1
 
 
 # ------------------------------------------------------------------ NaN

@@ -143,7 +143,9 @@ def sample_on_device(
 def _mask_forbidden(logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> None:
     shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
     is_allowed = ((bits.unsqueeze(-1) >> shifts) & 1).flatten(1)[:, : logits.shape[1]].bool()
-    logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(~is_allowed, -torch.inf))
+    chosen = logits.index_select(0, rows)
+    # NaN stays: a request with NaN logits fails, and a mask must not make it look fine.
+    logits.index_copy_(0, rows, chosen.masked_fill_(~(is_allowed | chosen.isnan()), -torch.inf))
 
 
 def _rank(token_ids: torch.Tensor, logits: torch.Tensor, *, as_logits: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
