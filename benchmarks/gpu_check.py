@@ -3,9 +3,11 @@
     python benchmarks/gpu_check.py [--json gpu_check.json]
 
 Runs from a plain checkout, with nothing installed but torch, triton, numpy and transformers, and downloads nothing: weights are
-random. It checks every Triton kernel against its reference, the engine's greedy tokens in eager steps, in CUDA graphs and on the
-CPU, then measures the speed of models of the shapes of Qwen3-0.6B and Llama-3-8B. The table comes last; exit status 0 means that
-every check passed, 1 that one did not, 2 that there is no GPU.
+random. It checks every Triton kernel against its reference, also on rows of NaN; the engine's greedy tokens in eager steps, in CUDA
+graphs, one step at a time and on the CPU, over 2,000 steps with preemptions and aborts; filters, log-probabilities, penalties, a
+grammar's masks, a NaN row and a long context through the engine; that no call waits for the device and nothing is compiled while
+serving. Then it measures the speed of models of the shapes of Qwen3-0.6B and Llama-3-8B. The table comes last; exit status 0 means
+that every check passed, 1 that one did not, 2 that there is no GPU.
 
 --rehearse runs the same script on a CPU with tiny models in Triton's interpreter: its figures mean nothing.
 """
@@ -45,6 +47,7 @@ from aioengine_bench.gpu_engine import (  # noqa: E402
     random_prompts,
 )
 from aioengine_bench.gpu_kernels import KernelCheck, Sizes, check_kernels  # noqa: E402
+from aioengine_bench.gpu_serving import ServingCheck, ServingSizes, check_long_runs, check_serving  # noqa: E402
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,8 @@ class Plan:
     prefill: tuple[int, int]  # prompts, tokens each
     contexts: tuple[tuple[int, int], ...]  # requests, cached positions: for the bandwidth of attention
     copy_bytes: int
+    serving: ServingSizes
+    serving_options: dict[str, Any]
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -77,6 +82,8 @@ GPU_PLAN = Plan(
     prefill=(16, 2048),
     contexts=((1, 8192), (32, 8192), (256, 1024)),
     copy_bytes=4 << 30,
+    serving=ServingSizes(long_context=8000, num_soak_requests=120, soak_steps=2000, sync_steps=200, max_tokens=24),
+    serving_options={"max_num_seqs": 6, "max_model_len": 8192, "num_kv_cache_blocks": 800, "max_num_batched_tokens": 512},
     options={"max_num_seqs": 256, "max_model_len": 4096, "max_num_batched_tokens": 8192},
 )
 REHEARSAL = Plan(
@@ -91,6 +98,8 @@ REHEARSAL = Plan(
     prefill=(1, 20),
     contexts=((1, 64),),
     copy_bytes=1 << 20,
+    serving=ServingSizes(long_context=290, num_soak_requests=5, soak_steps=6, sync_steps=2, max_tokens=2),
+    serving_options={"max_num_seqs": 6, "max_model_len": 320, "num_kv_cache_blocks": 60, "max_num_batched_tokens": 300},
     options={"max_num_seqs": 2, "max_model_len": 64, "max_num_batched_tokens": 64, "num_kv_cache_blocks": 20},
 )
 
@@ -102,6 +111,7 @@ class Report:
     environment: dict[str, Any]
     kernels: list[KernelCheck] = field(default_factory=list)
     tokens: list[TokenCheck] = field(default_factory=list)
+    serving: list[ServingCheck] = field(default_factory=list)
     copy_gb_per_s: float = 0.0
     attention: list[AttentionSpeed] = field(default_factory=list)
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -109,7 +119,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        return all(check.passed for check in self.kernels) and all(check.passed for check in self.tokens)
+        return all(check.passed for check in (*self.kernels, *self.tokens, *self.serving))
 
 
 def describe_environment(device: str) -> dict[str, Any]:
@@ -126,8 +136,9 @@ def check_tokens(plan: Plan) -> list[TokenCheck]:
     vocab_size = plan.checked["vocab_size"]
     num_prompts, num_tokens = (6, 24) if is_gpu else (3, 4)
     prompts = [random_prompts(1, 5 + 9 * i, vocab_size=vocab_size, seed=i)[0] for i in range(num_prompts)]
-    small: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 128, "num_kv_cache_blocks": 13}
-    small |= {"max_num_batched_tokens": 64, "long_prefill_token_threshold": 16, "same_everywhere": True}
+    small: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "long_prefill_token_threshold": 16, "same_everywhere": True}
+    # So few blocks that requests are preempted.
+    small |= {"max_model_len": 128, "num_kv_cache_blocks": 13} if is_gpu else {"max_model_len": 48, "num_kv_cache_blocks": 4}
     cpu = RandomEngine(plan.checked, device="cpu", dtype="float32", attention_backend="torch_paged", **small)
     cpu.start()
     expected = cpu.run(prompts, max_tokens=num_tokens)
@@ -143,9 +154,29 @@ def check_tokens(plan: Plan) -> list[TokenCheck]:
             gpu.use_graphs(False)
             runs["eager, no overlap"] = gpu.run(prompts, max_tokens=num_tokens, overlap=False)
         runs["eager"] = gpu.run(prompts, max_tokens=num_tokens)
+        if dtype == "float32":
+            gpu.use_graphs(True)
+            checks += check_long_runs(gpu, gap=gap, sizes=plan.serving, limit=limit)
         gpu.stop()
         for name, run in runs.items():
             checks.append(compare_tokens(f"{dtype}, {name}", expected, run, prompts=prompts, gap=gap, limit=limit))
+    cpu.stop()
+    return checks
+
+
+def check_features(plan: Plan) -> list[ServingCheck]:
+    """What else serving has to do, in float32 on both devices, with room for a long context."""
+    options: dict[str, Any] = {**plan.serving_options, "long_prefill_token_threshold": 256, "same_everywhere": True}
+    cpu = RandomEngine(plan.checked, device="cpu", dtype="float32", attention_backend="torch_paged", **options)
+    gpu = RandomEngine(plan.checked, device=plan.device, dtype="float32", attention_backend="triton", **options)
+    cpu.start()
+    gpu.start()
+    checks = []
+    for check in check_serving(gpu, cpu, gap=logit_gap(cpu), sizes=plan.serving, limit=5e-3):
+        checks.append(check)
+        if not check.passed:
+            print(f"  FAILED {check.name}: {check.message}", flush=True)
+    gpu.stop()
     cpu.stop()
     return checks
 
@@ -192,6 +223,8 @@ def run_all(plan: Plan) -> Report:
     section("kernels against their references")
     report.tokens = check_tokens(plan)
     section("tokens of the engine")
+    report.serving = check_features(plan)
+    section("features of serving")
     report.copy_gb_per_s = copy_bandwidth(device, num_bytes=plan.copy_bytes) / 1e9
     for num_reqs, context in plan.contexts:
         speed = attention_speed(device, num_reqs=num_reqs, context=context, copy_bytes_per_s=report.copy_gb_per_s * 1e9)
@@ -215,6 +248,7 @@ def format_report(report: Report) -> str:
         verdict = "ok" if check.passed else "FAILED"
         parting = f"where they part {check.worst_gap:.2g} below the best logit, limit {check.limit:g}"
         lines.append(f"tokens as on the CPU, {check.name}: {verdict}, {check.num_equal} of {check.num_tokens} equal; {parting}")
+    lines += [f"{feature.name}: {'ok' if feature.passed else 'FAILED'}; {feature.message}" for feature in report.serving]
     lines.append(f"copy: {report.copy_gb_per_s:.0f} GB/s")
     for speed in report.attention:
         of_copy = f"{speed.gb_per_s:.0f} GB/s, {speed.share_of_copy:.0%} of the copy"
@@ -243,9 +277,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="  %(name)s: %(message)s")
     if options.rehearse:
+        from aioengine.worker.device import InterpreterDevice
         from aioengine_kernels import interpreter
 
         interpreter.install()
+        InterpreterDevice.compiles_kernels = True  # warmed up as a GPU is
         torch.set_num_threads(1)
     elif not torch.cuda.is_available():
         print(f"gpu_check: PyTorch {torch.__version__} finds no CUDA device; nothing was checked (--rehearse runs on a CPU)")

@@ -102,7 +102,8 @@ class ModelRunner:
         Also where graphs will be captured: steps with prompts run eagerly. Before the first step: it writes to block 1, which
         nobody owns yet.
         """
-        self._backend.compile_kernels(self._kv_caches[0], self._pipeline.padded_inputs(1).attention.block_table)
+        if self._device.compiles_kernels:
+            self._backend.compile_kernels(self._kv_caches[0], self._pipeline.padded_inputs(1).attention.block_table)
         for out in warm_up_steps(self._scheduler_config, block_size=self.block_table.block_size, zero_blocks=self._zero_new_blocks):
             self.execute_model(out)
             output = self.sample_tokens()

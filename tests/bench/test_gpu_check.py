@@ -43,7 +43,11 @@ def test_a_rehearsal_runs_every_part(tmp_path: Path) -> None:
     assert "rehearsal" in report["environment"]["device"]
     assert {"batch_inputs", "write_rows", "gumbel_argmax"} <= {check["name"] for check in report["kernels"]}
     assert report["tokens"]
-    assert report["tokens"][0]["num_equal"] == report["tokens"][0]["num_tokens"]
+    assert all(check["num_equal"] == check["num_tokens"] for check in report["tokens"])
+    assert len(report["serving"]) == 9
+    compiled = next(check for check in report["serving"] if check["name"] == "nothing is compiled while serving")
+    assert compiled["message"].endswith("new: none")
+    assert set(report["models"]["tiny"]["decode"]["2"]["host_ms"]) == {"schedule", "update", "execute", "sample"}
     assert set(report["models"]["tiny"]["decode"]["2"]) == {"step_ms", "host_ms", "no_overlap_step_ms", "eager_step_ms"}
 
 
