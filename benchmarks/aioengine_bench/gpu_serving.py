@@ -35,6 +35,7 @@ class ServingSizes:
     """How large the checks are; the small ones are for rehearsing in Triton's interpreter."""
 
     long_context: int
+    num_companions: int  # prompts and short decodes beside it
     num_soak_requests: int
     soak_steps: int  # at least
     sync_steps: int  # at least
@@ -170,15 +171,20 @@ def _grammar(engine: RandomEngine, cpu: RandomEngine, gap: Gap, sizes: ServingSi
         if ask.has_grammar:
             _require(all(token % GRAMMAR_MODULUS == n % GRAMMAR_MODULUS for n, token in enumerate(run.token_ids[i])), "a masked token")
     rest = [i for i, ask in enumerate(asks) if not ask.has_grammar]
-    pick = lambda source: Run([source.token_ids[i] for i in rest])  # noqa: E731
-    return _compare(pick(free), pick(run), [asks[i] for i in rest], gap, limit)
+    expected, actual = (Run([source.token_ids[i] for i in rest]) for source in (free, run))
+    return _compare(expected, actual, [asks[i] for i in rest], gap, limit)
 
 
 def _nan_row(engine: RandomEngine, sizes: ServingSizes) -> str:
     """A token whose embedding is NaN, in the prompt of one of three. Its blocks are reused afterwards."""
     prompts = _prompts(engine, 3, seed=60)
     poison = next(token for token in range(engine.vocab_size) if all(token not in prompt for prompt in prompts))
-    rows: list[dict[str, Any]] = [{}, {"top_p": 0.9, "top_k": 20, "temperature": 0.7, "logprobs": 2}, {"temperature": 0.7, "top_p": 0.8}]
+    never = {"bad_words_token_ids": ((poison,),)}  # or a healthy request could sample it
+    rows: list[dict[str, Any]] = [
+        never,
+        {"top_p": 0.9, "top_k": 20, "temperature": 0.7, "logprobs": 2},
+        {"temperature": 0.7, "top_p": 0.8, **never},
+    ]
 
     def serve(middle: list[int]) -> Run:
         chosen = [prompts[0], middle, prompts[2]]
@@ -217,7 +223,7 @@ def _long_context(engine: RandomEngine, cpu: RandomEngine, gap: Gap, sizes: Serv
     """It decodes, split over the device, while chunks of prompts and short decodes come and go."""
     long_prompt = random_prompts(1, sizes.long_context, vocab_size=engine.vocab_size, seed=70)[0]
     asks = [Ask(long_prompt, {"max_tokens": sizes.max_tokens})]
-    asks += [Ask(prompt, {"max_tokens": 2 + i % 3}) for i, prompt in enumerate(_prompts(engine, 6, seed=71))]
+    asks += [Ask(prompt, {"max_tokens": 2 + i % 3}) for i, prompt in enumerate(_prompts(engine, sizes.num_companions, seed=71))]
     return _compare(cpu.serve(asks, concurrency=3), engine.serve(asks, concurrency=3), asks, gap, limit)
 
 
