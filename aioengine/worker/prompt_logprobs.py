@@ -101,7 +101,8 @@ def read_prompt_entries(rows: PromptRows, fetched: Sequence[npt.NDArray[Any]]) -
     for req_id, count, wanted in zip(rows.req_ids, rows.num_rows, rows.num_logprobs, strict=True):
         piece = slice(start, start + count)
         start += count
-        if np.isnan(values[piece, :2]).any():
+        # Of the token and of the likeliest one: raw logits may be -inf, but the largest of a row is a number.
+        if np.isnan(values[piece, :2]).any() or np.isinf(values[piece, 1]).any():
             result.failed[req_id] = NAN_LOGITS
             continue
         result.logprobs[req_id] = make_entries(ids[piece].tolist(), values[piece].tolist(), ranks[piece].tolist(), [wanted] * count)

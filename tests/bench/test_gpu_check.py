@@ -84,7 +84,13 @@ SIZES = ServingSizes(long_context=300, num_companions=4, num_soak_requests=20, s
 @pytest.fixture
 def engines() -> Iterator[tuple[RandomEngine, RandomEngine]]:
     """The one to check, and the one that is right: here both run on the CPU."""
-    options = {"max_num_seqs": 6, "max_model_len": 320, "num_kv_cache_blocks": 60, "num_threads": 1, "same_everywhere": True}
+    options: dict[str, Any] = {
+        "max_num_seqs": 6,
+        "max_model_len": 320,
+        "num_kv_cache_blocks": 60,
+        "num_threads": 1,
+        "same_everywhere": True,
+    }
     pair = [RandomEngine(TINY, device="cpu", dtype="float32", attention_backend="torch_paged", **options) for _ in range(2)]
     for engine in pair:
         engine.start()
@@ -121,7 +127,13 @@ def test_an_engine_that_samples_wrongly_is_found(engines: tuple[RandomEngine, Ra
 
 
 def test_long_runs_are_compared_over_preemptions_and_aborts() -> None:
-    options = {"max_num_seqs": 4, "max_model_len": 48, "num_kv_cache_blocks": 4, "max_num_batched_tokens": 64, "num_threads": 1}
+    options: dict[str, Any] = {
+        "max_num_seqs": 4,
+        "max_model_len": 48,
+        "num_kv_cache_blocks": 4,
+        "max_num_batched_tokens": 64,
+        "num_threads": 1,
+    }
     engine = RandomEngine(TINY, device="cpu", dtype="float32", attention_backend="torch_paged", same_everywhere=True, **options)
     engine.start()
     checks = list(check_long_runs(engine, gap=logit_gap(engine), sizes=SIZES, limit=1e-3))

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -211,6 +212,17 @@ def test_a_request_with_nan_logits_fails_and_the_others_go_on(make_driver: MakeD
     driver.step({"a": 1})
     assert driver.outputs["a"] == expected.outputs["a"]
     assert driver.runner.states.num_free_slots == 2
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_largest_value_that_is_no_number_fails_its_request(value: float) -> None:
+    """Whatever the mode: raw logits of +inf are not NaN."""
+    empty = torch.zeros(0, dtype=torch.int64)
+    rows = prompt_logprobs.PromptRows(["r", "a"], [2, 1], [1, 1], indices=empty, token_ids=empty)
+    values = np.array([[-1.0, -0.5], [-1.0, value], [-np.inf, -0.5]])
+    entries = prompt_logprobs.read_prompt_entries(rows, [np.array([[1, 2]] * 3), values, np.array([2, 2, 2])])
+    assert list(entries.failed) == ["r"]
+    assert list(entries.logprobs) == ["a"]
 
 
 def test_nan_in_the_middle_of_a_prompt_fails_who_asked_for_its_logprobs(make_driver: MakeDriver) -> None:
