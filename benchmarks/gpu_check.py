@@ -66,7 +66,7 @@ class Plan:
     prompt_len: int
     num_decode_tokens: int
     prefill: tuple[int, int]  # prompts, tokens each
-    contexts: tuple[tuple[int, int], ...]  # requests, cached positions: for the bandwidth of attention
+    contexts: tuple[tuple[int, ...], ...]  # the cached positions of requests that decode together: for the bandwidth of attention
     copy_bytes: int
     serving: ServingSizes
     serving_options: dict[str, Any]
@@ -83,7 +83,7 @@ GPU_PLAN = Plan(
     prompt_len=512,
     num_decode_tokens=64,
     prefill=(16, 2048),
-    contexts=((1, 8192), (32, 8192), (256, 1024)),
+    contexts=((8192,), (8192,) * 32, (1024,) * 256, (131072, *(1024,) * 33)),
     copy_bytes=4 << 30,
     serving=ServingSizes(long_context=8000, num_companions=12, num_soak_requests=120, soak_steps=2000, sync_steps=200, max_tokens=24),
     serving_options={"max_num_seqs": 6, "max_model_len": 8192, "num_kv_cache_blocks": 800, "max_num_batched_tokens": 512},
@@ -99,7 +99,7 @@ REHEARSAL = Plan(
     prompt_len=12,
     num_decode_tokens=3,
     prefill=(1, 20),
-    contexts=((1, 64),),
+    contexts=((64, 3),),
     copy_bytes=1 << 20,
     serving=ServingSizes(long_context=262, num_companions=2, num_soak_requests=5, soak_steps=6, sync_steps=2, max_tokens=2),
     serving_options={"max_num_seqs": 6, "max_model_len": 272, "num_kv_cache_blocks": 60, "max_num_batched_tokens": 270},
@@ -253,8 +253,8 @@ def _run_kernels(plan: Plan, report: Report) -> None:
 def _run_bandwidth(plan: Plan, report: Report) -> None:
     device = torch.device(plan.device)
     report.copy_gb_per_s = copy_bandwidth(device, num_bytes=plan.copy_bytes) / 1e9
-    for num_reqs, context in plan.contexts:
-        speed = attention_speed(device, num_reqs=num_reqs, context=context, copy_bytes_per_s=report.copy_gb_per_s * 1e9)
+    for lengths in plan.contexts:
+        speed = attention_speed(device, lengths=lengths, copy_bytes_per_s=report.copy_gb_per_s * 1e9)
         report.attention.append(speed)
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -279,7 +279,9 @@ def format_report(report: Report) -> str:
     lines.append(f"copy: {report.copy_gb_per_s:.0f} GB/s")
     for speed in report.attention:
         of_copy = f"{speed.gb_per_s:.0f} GB/s, {speed.share_of_copy:.0%} of the copy"
-        lines.append(f"attention, decode, {speed.num_reqs} x {speed.context}: {speed.microseconds:.1f} us a layer, {of_copy}")
+        lines.append(
+            f"attention of {speed.num_reqs} decodes of up to {speed.context}: {speed.microseconds:.1f} us a layer, {of_copy}"
+        )
     lines.append(f"{'model':6} {'batch':>5} {'step ms':>8} {'eager ms':>9} {'no overlap ms':>14} {'overlap gain':>13}  host ms a step")
     for name, model in report.models.items():
         for batch, row in model["decode"].items():

@@ -60,7 +60,7 @@ MODELS: Final[Mapping[str, ModelShape]] = {
 SHARED_MEMORY_LIMITS: Final[Mapping[str, int]] = {"sm_80": 166_912, "sm_86": 101_376, "sm_90": 232_448}
 """Bytes of shared memory that one program may use; the compiler does not check it."""
 
-MAX_SPILL_BYTES: Final = 128
+MAX_SPILL_BYTES: Final = 256
 """Stores and loads a thread that ptxas may add, of any kernel in any dtype: what a loop's invariants cost once, not its tiles."""
 
 

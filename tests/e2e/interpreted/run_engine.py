@@ -21,7 +21,7 @@ from aioengine.core.scheduler_output import SchedulerOutput
 async def run(folder: str, backend: str, requests: list[dict[str, Any]], changes: dict[str, Any]) -> dict[str, Any]:
     """`num_kv_cache_blocks` is so small that requests are preempted, and no prompt fits into one step."""
     options: dict[str, Any] = {"max_model_len": 128, "num_kv_cache_blocks": 8, "long_prefill_token_threshold": 16, "max_num_seqs": 4}
-    log = StepLog()
+    log = StepLog(warm_up=not changes)
     async with AsyncEngine(
         folder, device="cpu", dtype="float32", attention_backend=backend, check_invariants=True, num_threads=1, **(options | changes)
     ) as engine:
@@ -40,7 +40,7 @@ async def run(folder: str, backend: str, requests: list[dict[str, Any]], changes
 class StepLog:
     """In the interpreter: the kernels that each step launches; and the variants of them, which a GPU would have compiled."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, warm_up: bool) -> None:
         self.steps: list[dict[str, Any]] = []
         if os.environ.get("TRITON_INTERPRET") != "1":
             return
@@ -48,7 +48,7 @@ class StepLog:
         from aioengine.worker.model_runner import ModelRunner
         from aioengine_kernels.launcher import Kernel
 
-        InterpreterDevice.compiles_kernels = True  # so that it is warmed up as a GPU is
+        InterpreterDevice.compiles_kernels = warm_up  # as a GPU is
         launch, execute_model, steps = Kernel.launch, ModelRunner.execute_model, self.steps
 
         def noted_launch(kernel: Kernel, grid: tuple[int, ...], /, *arguments: Any, **constants: Any) -> None:
