@@ -33,7 +33,7 @@ class Kernel:
         parameters = list(inspect.signature(function.fn).parameters)
         names = [name for name in parameters if not name.isupper()]
         assert parameters[: len(names)] == names, f"{self.name}: constants are in capitals and come last"
-        self._is_count = tuple(name in counts for name in names)
+        self._is_count = tuple(name in counts for name in parameters)
         self._variants: dict[tuple[Any, ...], Callable[..., None] | None] = {}
         self._is_interpreted = not hasattr(function, "device_caches")
 
@@ -71,7 +71,10 @@ class Kernel:
                     key.append(argument)
                 elif not -_INT32 <= argument < _INT32:
                     raise OverflowError(f"{self.name}: a count of {argument} is no 32-bit integer")
-            elif kind is not float:
+            elif not isinstance(argument, torch.Tensor):
+                if kind is not float:
+                    key.append(argument)  # a constant given by place
+            else:
                 values[place] = address = argument.data_ptr()
                 addresses |= address
                 key.append(argument.dtype)
@@ -87,7 +90,7 @@ def _runner(compiled: Any, function: Any, constants: dict[str, Any]) -> Callable
     if compiled is None or getattr(compiled, "function", None) is None:
         return None
     names = list(inspect.signature(function.fn).parameters)
-    rest = [constants[name] for name in names if name.isupper()]
+    rest = [constants[name] for name in names if name in constants]
     launch, handle, metadata = compiled.run, compiled.function, compiled.packed_metadata
     get_stream, device = driver.active.get_current_stream, driver.active.get_current_device()
 
