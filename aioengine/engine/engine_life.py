@@ -27,7 +27,7 @@ from aioengine.engine.startup import find_parts, parts_for_executor
 from aioengine.engine.submission import Submitter
 from aioengine.errors import AioEngineError, ConfigError, EngineDeadError, StepTimeoutError
 from aioengine.events.bus import StepBus
-from aioengine.events.protocol import EngineControl
+from aioengine.events.sources.base import EngineControl
 from aioengine.executor.base import Executor
 from aioengine.printable import get_logger
 from aioengine.structured_output.manager import StructuredOutputManager

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from aioengine.events.replay import read_recording
+from aioengine.events.recording.reader import read_recording
 from aioengine.events.step_event import EngineSnapshot, StepEvent, StepResultEvent
 from aioengine.sampling_params import SamplingParams
 from aioengine.testing import FakeExecutor, scripted

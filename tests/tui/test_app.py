@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from textual.pilot import Pilot
 
-from aioengine.events.stream import Gap, SourceStatus
+from aioengine.events.sources.base import Gap, SourceStatus
 from aioengine_tui.app import DashboardApp
 from aioengine_tui.screens.batch import BatchView
 from aioengine_tui.widgets.line_view import LineView

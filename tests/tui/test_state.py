@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioengine.core.scheduler_output import SchedulerStats
-from aioengine.events.replay import read_recording
+from aioengine.events.recording.reader import read_recording
+from aioengine.events.sources.base import Gap, SourceStatus
 from aioengine.events.step_event import EngineSnapshot, Event, RequestSnapshot, StepEvent, StepResultEvent
-from aioengine.events.stream import Gap, SourceStatus
 from aioengine.events.wire import decode, encode
-from aioengine_tui.model.export import state_to_json
+from aioengine_tui.model.state import SERIES, DashboardState
+from aioengine_tui.model.state_json import state_to_json
 from aioengine_tui.plain import render_plain
-from aioengine_tui.state import SERIES, DashboardState
 from tests.events.strategies import events as any_events
 from tests.tui.runs import Run, make_run
 
@@ -316,7 +316,7 @@ def test_memory_is_bounded_over_a_long_run(run: Run) -> None:
     assert len(state.steps) == 50
     assert len(state.log.lines) == 100
     assert state.requests == {}
-    assert len(state.rates._entries) <= 8192
+    assert len(state.data.rates._entries) <= 8192
     assert len(state.blocks._recent) <= 8192
     assert not state.out_of_sync
 
@@ -368,7 +368,7 @@ def test_the_json_form_has_numbers_and_requests(run: Run) -> None:
     state.apply(run.header)
     for event in run.events[:40]:
         state.apply(event)
-    value = orjson.loads(orjson.dumps(state.to_json()))
+    value = orjson.loads(orjson.dumps(state_to_json(state)))
     assert value["version"] == 1
     assert value["model"] == "fake"
     assert value["gauges"]["num_running"] == len([row for row in value["requests"] if row["state"] == "running"])
@@ -400,7 +400,7 @@ def test_recent_block_changes_are_shown_for_a_while(run: Run) -> None:
 
 def test_the_state_needs_no_screen_and_no_event_loop() -> None:
     code = (
-        "import sys, aioengine_tui.state, aioengine_tui.plain, aioengine_tui.model.export; "
+        "import sys, aioengine_tui.model.state, aioengine_tui.plain, aioengine_tui.model.state_json; "
         "print(*{'asyncio', 'torch', 'textual', 'rich', 'numpy'} & set(sys.modules))"
     )
     result = subprocess.run(

@@ -19,16 +19,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from aioengine.core.scheduler_output import AdmissionStop, SchedulerStats
-from aioengine.events.step_event import EngineSnapshot, StepEvent, StepResultEvent
-from aioengine.events.stream import CopyWanted, Gap, Restored, SourceStatus, StreamItem
+from aioengine.events.sources.base import CopyWanted, Restored, SourceStatus, StreamItem
 from aioengine.events.wire import WireHeader
 from aioengine_tui.model.blocks import BLOCK_STATES, BlockInfo, BlockMap, BlockState
-from aioengine_tui.model.fold_result import fold_result
-from aioengine_tui.model.fold_snapshot import fold_snapshot
-from aioengine_tui.model.fold_step import fold_step
+from aioengine_tui.model.fold import fold
 from aioengine_tui.model.log import LOG_KINDS, LogBook, LogKind, LogLine
+from aioengine_tui.model.metrics import HISTORY_LENGTH, SERIES, Series
 from aioengine_tui.model.rows import Lanes, Milestone, RequestRow, RequestState, Share, ShareKind, StepRecord
-from aioengine_tui.model.windows import HISTORY_LENGTH, SERIES, History, OverlapMeter, RateWindow, SampleWindow, Series
+from aioengine_tui.model.state_data import Limits, StateData, Totals
 
 __all__ = [
     "BLOCK_STATES",
@@ -52,25 +50,6 @@ __all__ = [
     "StepRecord",
     "Totals",
 ]
-
-RATE_WINDOW_S = 5.0
-LATENCY_WINDOW_S = 60.0
-
-
-@dataclass(slots=True)
-class Totals:
-    """Counts since the viewer attached (or the recording began); never reset."""
-
-    num_steps: int = 0
-    num_arrived: int = 0
-    num_finished: int = 0  # however they ended
-    num_aborted: int = 0
-    num_errors: int = 0
-    num_preemptions: int = 0
-    num_prompt_tokens_computed: int = 0  # prefill and chunks, without what the prefix cache served
-    num_recomputed_tokens: int = 0  # computed again after a preemption
-    num_output_tokens: int = 0
-    num_evicted_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,98 +88,131 @@ class Gauges:
 
 
 class DashboardState:
-    """See the module's text. Attributes are for reading; only `apply()` and `tick()` change them."""
+    """Reads what has been folded: see the module's text. Only `apply()` and `tick()` change it."""
+
+    __slots__ = ("data",)
 
     def __init__(self, *, max_steps: int = 120, max_finished: int = 512, max_log_lines: int = 2000) -> None:
-        self.header: WireHeader | None = None
-        self.status = SourceStatus("connecting")
-        self.stats: SchedulerStats | None = None
-        self.now = 0.0  # the engine's clock as far as known: the latest event, or tick()
-        self.last_event_time: float | None = None
-        self.last_step_id = 0  # scheduled; 0: none seen
-        self.num_in_flight = 0
-        self.paused = False
-        self.admission_stop: AdmissionStop | None = None
-        self.requests: dict[str, RequestRow] = {}  # live ones and those being cleaned up, by arrival
-        self.finished: dict[str, RequestRow] = {}  # the latest that ended, oldest first
-        self.steps: deque[StepRecord] = deque(maxlen=max_steps)  # oldest first
-        self.blocks = BlockMap()
-        self.log = LogBook(max_lines=max_log_lines)
-        self.totals = Totals()
-        self.num_events = 0
-        self.num_dropped = 0  # events lost on the way here, as far as they can be counted
-        self.num_gaps = 0
-        self.out_of_sync = False  # events are missing and no snapshot has come yet
-        self.max_finished = max_finished
-        # The parts below are read through gauges() and history().
-        self.rates = RateWindow(num_values=3, seconds=RATE_WINDOW_S)  # steps, prefill tokens, decode tokens
-        self.overlap = RateWindow(num_values=2, seconds=RATE_WINDOW_S)  # host seconds, hidden host seconds
-        self.ttfts = SampleWindow(seconds=LATENCY_WINDOW_S)
-        self.itls = SampleWindow(seconds=LATENCY_WINDOW_S, capacity=8192)
-        self.histories = History()
-        self.overlap_meter = OverlapMeter()
+        self.data = StateData.create(Limits(max_steps=max_steps, max_finished=max_finished, max_log_lines=max_log_lines))
 
     # ------------------------------------------------------------------ folding
     def apply(self, item: StreamItem) -> None:
-        """Fold one item of the stream. Never raises because of what a lossy stream left out."""
+        """Take in one item of the stream. Never raises because of what a lossy stream left out."""
         match item:
-            case StepEvent():
-                self._take_time(item.time)
-                fold_step(self, item)
-            case StepResultEvent():
-                self._take_time(item.time)
-                fold_result(self, item)
-            case EngineSnapshot():
-                self._take_time(item.time)
-                fold_snapshot(self, item)
-            case WireHeader():
-                self._take_header(item)
-            case Gap():
-                self.note_gap(item.num_dropped, item.reason)
-            case SourceStatus():
-                self._take_status(item)
             case Restored():
-                self._become(item.state)
+                self._become(item.state.data)
             case CopyWanted():
                 item.answer(self.copy())
+            case WireHeader() if self.header is not None and item.perf_counter != self.header.perf_counter:
+                # Another engine answers at this address: nothing of the old one is true any more.
+                log = self.log
+                self._become(StateData.create(self.data.limits))
+                self.data.log = log
+                log.add(item.perf_counter, None, "stream", None, "another engine answers: starting over")
+                fold(self.data, item)
+            case _:
+                fold(self.data, item)
 
     def tick(self, now: float) -> None:
         """Let the engine's clock move on without events. It never goes back."""
-        self.now = max(self.now, now)
+        self.data.now = max(self.data.now, now)
 
-    def _take_time(self, time: float) -> None:
-        self.num_events += 1
-        self.last_event_time = time
-        self.now = max(self.now, time)
+    def _become(self, data: StateData) -> None:
+        """Go on from other data; how the stream stands is known here only."""
+        self.data = dataclasses.replace(data, status=self.status)
 
-    def _take_header(self, header: WireHeader) -> None:
-        if self.header is not None and header.perf_counter != self.header.perf_counter:
-            # Another engine answers at this address: nothing of the old one is true any more.
-            status, log = self.status, self.log
-            self.__dict__.update(DashboardState(max_steps=self.steps.maxlen or 1, max_finished=self.max_finished).__dict__)
-            self.status, self.log = status, log
-            self.log.add(header.perf_counter, None, "stream", None, "another engine answers: starting over")
-        self.header = header
-        self.now = max(self.now, header.perf_counter)
+    def copy(self) -> DashboardState:
+        """An independent state, for checkpoints of a replay and for a frozen view."""
+        other = object.__new__(DashboardState)
+        other.data = self.data.copy()
+        return other
 
-    def _take_status(self, status: SourceStatus) -> None:
-        if status.state != self.status.state and status.state in ("lost", "ended"):
-            self.log.add(self.now, None, "stream", None, f"{status.state}: {status.detail}" if status.detail else status.state)
-        self.status = status
+    # ------------------------------------------------------------------ what was folded
+    @property
+    def header(self) -> WireHeader | None:
+        return self.data.header
 
-    def note_gap(self, num_dropped: int, reason: str) -> None:
-        """Events are missing: what is shown may be wrong until a snapshot comes."""
-        self.num_gaps += 1
-        self.num_dropped += num_dropped
-        self.out_of_sync = True
-        self.overlap_meter = OverlapMeter()
-        count = f"{num_dropped} events" if num_dropped else "an unknown number of events"
-        self.log.add(self.now, self.last_step_id or None, "stream", None, f"{count} missing: {reason}")
+    @property
+    def status(self) -> SourceStatus:
+        return self.data.status
 
-    def _become(self, other: DashboardState) -> None:
-        status = self.status
-        self.__dict__.update(other.__dict__)
-        self.status = status
+    @property
+    def stats(self) -> SchedulerStats | None:
+        return self.data.stats
+
+    @property
+    def now(self) -> float:
+        """The engine's clock as far as known: the latest event, or tick()."""
+        return self.data.now
+
+    @property
+    def last_event_time(self) -> float | None:
+        return self.data.last_event_time
+
+    @property
+    def last_step_id(self) -> int:
+        """Scheduled; 0: none seen."""
+        return self.data.last_step_id
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps."""
+        return self.data.num_in_flight
+
+    @property
+    def paused(self) -> bool:
+        """The engine, by its user."""
+        return self.data.paused
+
+    @property
+    def admission_stop(self) -> AdmissionStop | None:
+        """Of the latest step."""
+        return self.data.admission_stop
+
+    @property
+    def requests(self) -> dict[str, RequestRow]:
+        """Live ones and those being cleaned up, by arrival."""
+        return self.data.requests
+
+    @property
+    def finished(self) -> dict[str, RequestRow]:
+        """The latest that ended, oldest first."""
+        return self.data.finished
+
+    @property
+    def steps(self) -> deque[StepRecord]:
+        """Oldest first."""
+        return self.data.steps
+
+    @property
+    def blocks(self) -> BlockMap:
+        return self.data.blocks
+
+    @property
+    def log(self) -> LogBook:
+        return self.data.log
+
+    @property
+    def totals(self) -> Totals:
+        return self.data.totals
+
+    @property
+    def num_events(self) -> int:
+        return self.data.num_events
+
+    @property
+    def num_dropped(self) -> int:
+        """Events lost on the way here, as far as they can be counted."""
+        return self.data.num_dropped
+
+    @property
+    def num_gaps(self) -> int:
+        return self.data.num_gaps
+
+    @property
+    def out_of_sync(self) -> bool:
+        """Events are missing and no snapshot has come yet."""
+        return self.data.out_of_sync
 
     # ------------------------------------------------------------------ reading
     @property
@@ -267,14 +279,14 @@ class DashboardState:
 
     def history(self, series: Series, length: int = HISTORY_LENGTH) -> list[float | None]:
         """The newest `length` values (at most 240), oldest first, one each half second."""
-        return self.histories.values(series, self.now, length)
+        return self.data.histories.values(series, self.now, length)
 
     def gauges(self) -> Gauges:
         stats = self.stats or SchedulerStats(0, 0, 0, 0, 0, 0, 0, 0, 0)
-        steps, prefill, decode = self.rates.rates(self.now)
-        host, hidden = self.overlap.sums(self.now)
-        ttft_p50, ttft_p95 = self.ttfts.percentiles(self.now, 0.5, 0.95)
-        itl_p50, itl_p95 = self.itls.percentiles(self.now, 0.5, 0.95)
+        steps, prefill, decode = self.data.rates.rates(self.now)
+        host, hidden = self.data.overlap.sums(self.now)
+        ttft_p50, ttft_p95 = self.data.ttfts.percentiles(self.now, 0.5, 0.95)
+        itl_p50, itl_p95 = self.data.itls.percentiles(self.now, 0.5, 0.95)
         return Gauges(
             now=self.now,
             uptime=None if self.header is None else max(0.0, self.now - self.header.perf_counter),
@@ -306,27 +318,3 @@ class DashboardState:
             num_dropped=self.num_dropped,
             num_gaps=self.num_gaps,
         )
-
-    # ------------------------------------------------------------------ putting aside
-    def copy(self) -> DashboardState:
-        """An independent state, for checkpoints of a replay and for a frozen view."""
-        other = object.__new__(DashboardState)
-        other.__dict__.update(self.__dict__)
-        other.requests = {request_id: row.copy() for request_id, row in self.requests.items()}
-        # A finished row changes only if its reason comes late; it is replaced then.
-        other.finished = self.finished.copy()
-        other.steps = self.steps.copy()
-        other.blocks = self.blocks.copy()
-        other.log = self.log.copy()
-        other.totals = dataclasses.replace(self.totals)
-        other.rates, other.overlap = self.rates.copy(), self.overlap.copy()
-        other.ttfts, other.itls = self.ttfts.copy(), self.itls.copy()
-        other.histories = self.histories.copy()
-        other.overlap_meter = self.overlap_meter.copy()
-        return other
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values for `--once --json`; see `aioengine_tui.model.export.state_to_json`."""
-        from aioengine_tui.model.export import state_to_json
-
-        return state_to_json(self)

@@ -1,19 +1,15 @@
-"""Reads a recording back: all at once, or place by place."""
+"""A place in a recording that can be moved to and fro."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
-from aioengine.events.recording_index import RecordingIndex
+from aioengine.events.recording.index import RecordingIndex
 from aioengine.events.step_event import Event
-from aioengine.events.stream import Foldable
-from aioengine.events.wire import WireError, WireHeader, decode, decode_header
-
-S = TypeVar("S", bound=Foldable)
+from aioengine.events.wire import WireError, WireHeader, decode
 
 _FIRST_INTERVAL = 256  # events between two states that are kept; doubled whenever there are too many
 _MAX_CHECKPOINTS = 24
@@ -22,45 +18,18 @@ _NEAR_INTERVAL = 32
 _MAX_FOLDED = 8192  # events that a seek folds rather than lose what was before a snapshot: two seconds for 256 requests
 
 
-@dataclass(frozen=True, slots=True)
-class Recording:
-    """A whole recording in memory: what `read_recording` returns."""
+class Foldable(Protocol):
+    """A state that events can be folded into, and that can be put aside."""
 
-    header: WireHeader
-    events: list[Event]
+    def apply(self, item: WireHeader | Event, /) -> None: ...
 
-
-def read_recording(path: str | Path) -> Recording:
-    """Read a file that `StepRecorder` wrote.
-
-    A last line without its newline is what a killed engine leaves behind; it is ignored. Raises WireError, with file and
-    line number, for any other line that is no event, for a newer schema, and for a file that cannot be read.
-    """
-    path = Path(path)
-    lines = _numbered_lines(path)
-    number, first = next(lines, (1, b""))
-    events: list[Event] = []
-    try:
-        header = decode_header(first)
-        for number, line in lines:  # noqa: B007 - the number is for the message below
-            events.append(decode(line, schema_version=header.schema_version))
-    except WireError as exc:
-        raise WireError(f"{path}, line {number}: {exc}") from exc
-    return Recording(header, events)
+    def copy(self) -> Self: ...
 
 
-def _numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The complete lines of the file, counted from 1."""
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.endswith(b"\n"):
-                    yield number, line
-    except OSError as exc:
-        raise WireError(f"cannot read {path}: {exc.strerror}") from exc
+S = TypeVar("S", bound=Foldable)
 
 
-class Player(Generic[S]):
+class RecordingCursor(Generic[S]):
     """A place in a recording, and the state at any place that is gone to.
 
     Going on with `next_event` folds nothing: whoever plays the recording folds the events anyhow, and may lend copies of its

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from aioengine.events.recording_file import RecordingFile
+from aioengine.events.recording.locked_file import RecordingFile
 from aioengine.events.step_event import Event
 from aioengine.events.wire import WireHeader, encode, encode_header
 from aioengine.printable import get_logger

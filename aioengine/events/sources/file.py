@@ -8,11 +8,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from aioengine.events.recording_index import LANDMARKS, Landmark, RecordingIndex
-from aioengine.events.replay import Player
-from aioengine.events.stream import CopyWanted, Foldable, ItemStream, Restored, SourceStatus, StreamItem
+from aioengine.events.recording.cursor import Foldable, RecordingCursor
+from aioengine.events.recording.index import LANDMARKS, Landmark, RecordingIndex
+from aioengine.events.sources.base import CopyWanted, ItemStream, PlaybackControl, Restored, SourceStatus, StreamItem
 from aioengine.events.wire import WireError
 
 MIN_SPEED, MAX_SPEED = 0.01, 1000.0
@@ -22,61 +22,11 @@ _MIN_WAIT_S = 0.04  # waking up is not free, and no viewer draws more often than
 _SCAN_BUDGET_S = 0.01
 
 
-class PlaybackControl(Protocol):
-    """What a viewer may do to a recording. What changes comes through the stream."""
-
-    @property
-    def position(self) -> int:
-        """Events before the present place."""
-
-    @property
-    def length(self) -> int:
-        """Events found so far; the file is looked through in the background."""
-
-    @property
-    def duration(self) -> float:
-        """Seconds from the first to the last event found so far."""
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds from the first event to the present place."""
-
-    @property
-    def playing(self) -> bool: ...
-
-    @property
-    def speed(self) -> float: ...
-
-    def play(self) -> None: ...
-
-    def pause(self) -> None: ...
-
-    def toggle(self) -> None: ...
-
-    def set_speed(self, speed: float) -> None:
-        """Times real time, between 0.01 and 1000."""
-
-    async def step(self, count: int = 1) -> None:
-        """Pause, and go to the next scheduled step, or `count` further; back if negative."""
-
-    async def seek_step(self, step_id: int) -> None:
-        """Go right behind a step's event."""
-
-    async def seek_time(self, seconds: float) -> None:
-        """Go to so many seconds after the first event."""
-
-    async def seek_fraction(self, fraction: float) -> None:
-        """0 is the beginning, 1 the end."""
-
-    async def jump(self, kind: Landmark, *, backwards: bool = False) -> bool:
-        """Pause at the next preemption or abort, or at the slowest step (again: the next slowest); False if there is none."""
-
-
 class FileSource(ItemStream):
     """A `StepSource` over a recording; also its own `PlaybackControl`.
 
     make_state: builds the state that a seek folds and a `Restored` item holds. While the recording plays only the viewer folds,
-    and is asked for a copy now and then (`CopyWanted`). whole_history: see `Player`.
+    and is asked for a copy now and then (`CopyWanted`). whole_history: see `RecordingCursor`.
     """
 
     engine = None
@@ -87,7 +37,7 @@ class FileSource(ItemStream):
         self._whole_history = whole_history
         self._playing = playing
         self._speed = 1.0
-        self._player: Player[Any] | None = None
+        self._cursor: RecordingCursor[Any] | None = None
         self._pending: deque[StreamItem] = deque()
         self._wake_up = asyncio.Event()
         self._seeking = asyncio.Lock()
@@ -101,28 +51,28 @@ class FileSource(ItemStream):
 
     # ------------------------------------------------------------------ StepSource
     @property
-    def player(self) -> PlaybackControl:
+    def playback(self) -> PlaybackControl:
         return self
 
     def now(self) -> float:
-        if self._player is None:
+        if self._cursor is None:
             return 0.0
-        shown = self._player.last_time
+        shown = self._cursor.last_time
         if shown is None:
-            return self._player.index.header.perf_counter
+            return self._cursor.index.header.perf_counter
         if not self._playing or self._anchor_engine is None:
             return shown
-        upcoming = self._player.peek_time()
+        upcoming = self._cursor.peek_time()
         running = self._engine_time()
         return max(shown, running if upcoming is None else min(running, upcoming))
 
     async def open(self) -> None:
         """Raises WireError if the file is no recording."""
-        player: Player[Any] = await asyncio.to_thread(
-            lambda: Player(self.address, make_state=self._make_state, whole_history=self._whole_history)
+        cursor: RecordingCursor[Any] = await asyncio.to_thread(
+            lambda: RecordingCursor(self.address, make_state=self._make_state, whole_history=self._whole_history)
         )
-        self._player = player
-        self._pending.append(player.index.header)
+        self._cursor = cursor
+        self._pending.append(cursor.index.header)
         self._push_status()
         self._scanning = asyncio.create_task(self._scan(), name="aioengine-scan-recording")
 
@@ -132,8 +82,8 @@ class FileSource(ItemStream):
         if self._scanning is not None:
             self._scanning.cancel()
             await asyncio.wait([self._scanning])
-        if self._player is not None:
-            self._player.close()
+        if self._cursor is not None:
+            self._cursor.close()
 
     async def __anext__(self) -> StreamItem:
         while not self._closed:
@@ -149,15 +99,15 @@ class FileSource(ItemStream):
 
     async def _play_on(self) -> StreamItem | None:
         """The next event if it is due; otherwise wait for it, or for a command."""
-        player = self._opened
-        upcoming = player.peek_time()
-        if upcoming is None and not player.index.is_complete:
+        cursor = self._opened
+        upcoming = cursor.peek_time()
+        if upcoming is None and not cursor.index.is_complete:
             await self._sleep(0.05)  # the last line was torn when the scan came by
             return None
         if upcoming is None:  # the end, or a damaged line
             return self._next_event()
         if self._anchor_engine is None:
-            self._set_anchor(player.last_time if player.last_time is not None else upcoming)
+            self._set_anchor(cursor.last_time if cursor.last_time is not None else upcoming)
         wait = (upcoming - self._engine_time()) / self._speed
         if wait > _MAX_WAIT_S:
             self._set_anchor(upcoming - _MAX_WAIT_S * self._speed)
@@ -169,9 +119,9 @@ class FileSource(ItemStream):
         return self._next_event()
 
     def _next_event(self) -> StreamItem | None:
-        player = self._opened
+        cursor = self._opened
         try:
-            event = player.next_event()
+            event = cursor.next_event()
         except WireError as exc:
             self._failed = True
             self._playing = False
@@ -180,13 +130,13 @@ class FileSource(ItemStream):
         if event is None:
             self._playing = False
             self._push_status("the end of the recording")
-        elif player.wants_state:
+        elif cursor.wants_state:
             self._want_copy()
         return event
 
     def _want_copy(self) -> None:
-        player = self._opened
-        self._pending.append(CopyWanted(functools.partial(player.put_aside, player.position)))
+        cursor = self._opened
+        self._pending.append(CopyWanted(functools.partial(cursor.put_aside, cursor.position)))
 
     async def _sleep(self, seconds: float | None) -> None:
         """Until something happens, or for so many seconds."""
@@ -219,8 +169,8 @@ class FileSource(ItemStream):
 
     @property
     def elapsed(self) -> float:
-        player = self._opened
-        return 0.0 if player.last_time is None or player.position == 0 else max(0.0, player.last_time - player.index.first_time)
+        cursor = self._opened
+        return 0.0 if cursor.last_time is None or cursor.position == 0 else max(0.0, cursor.last_time - cursor.index.first_time)
 
     @property
     def playing(self) -> bool:
@@ -267,25 +217,25 @@ class FileSource(ItemStream):
 
     async def _seek(self, find: Callable[[RecordingIndex, int], int | None], *, complete: bool = True) -> bool:
         """Go where `find` says; False if it finds nothing. complete: the answer needs the whole file looked through."""
-        player = self._opened
+        cursor = self._opened
         async with self._seeking:
-            for _ in player.index.scan_in_parts(_SCAN_BUDGET_S) if complete else ():
+            for _ in cursor.index.scan_in_parts(_SCAN_BUDGET_S) if complete else ():
                 await asyncio.sleep(0)
-            target = find(player.index, player.position)
+            target = find(cursor.index, cursor.position)
             if target is not None:
                 self._pending.clear()  # events from before the jump
-                for _ in player.seek_in_parts(target):
+                for _ in cursor.seek_in_parts(target):
                     await asyncio.sleep(0)
                 self._anchor_engine = None
-                self._pending.append(Restored(player.state.copy()))
+                self._pending.append(Restored(cursor.state.copy()))
         self._push_status()
         return target is not None
 
     # ------------------------------------------------------------------ parts
     @property
-    def _opened(self) -> Player[Any]:
-        assert self._player is not None, "open() comes first"
-        return self._player
+    def _opened(self) -> RecordingCursor[Any]:
+        assert self._cursor is not None, "open() comes first"
+        return self._cursor
 
     def _set_playing(self, playing: bool) -> None:
         self._playing = playing
@@ -302,13 +252,13 @@ class FileSource(ItemStream):
     def _push_status(self, detail: str = "") -> None:
         self._last_status = time.monotonic()
         state = "playing" if self._playing else "paused"
-        player = self._opened
+        cursor = self._opened
         self._pending.append(
             SourceStatus(
                 "playing" if state == "playing" else "paused",
                 detail or self.address,
-                position=player.position,
-                length=player.index.num_events,
+                position=cursor.position,
+                length=cursor.index.num_events,
                 speed=self._speed,
             )
         )

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from aioengine.events.wire import params_to_dict
+from aioengine.events.params_form import params_to_dict
+from aioengine_tui.model.metrics import SERIES
 from aioengine_tui.model.rows import RequestRow, StepRecord
-from aioengine_tui.model.windows import SERIES
-
-if TYPE_CHECKING:
-    from aioengine_tui.state import DashboardState
+from aioengine_tui.model.state import DashboardState
 
 JSON_VERSION = 1
 """Raised by any change of the form of `state_to_json()` other than an addition."""

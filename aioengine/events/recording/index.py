@@ -25,7 +25,7 @@ _NUM_OPEN_STEPS = 64
 # The lines begin like this because the fields are written in the order of the dataclasses. Quotes inside a JSON string are
 # escaped, so none of the patterns can match within a text. A request's name or a JSON schema's property can be a key, though,
 # and then look like one of these fields: such keys come before them, so the last match counts.
-_HEAD = re.compile(rb'\{"type":"(step|result|snapshot)","step_id":(\d+),"time":([-+.\deE]+),')
+_HEAD = re.compile(rb'\{"type":"(step|result|snapshot)","step_id":(\d{1,18}),"time":([-+.\deE]+),')
 _SCHEDULE_START = re.compile(rb'.*,"schedule_start":([-+.\deE]+),')
 _UPDATE_END = re.compile(rb'.*,"update_end":([-+.\deE]+),')
 _PREEMPTED = b',"preempted_req_ids":['

@@ -9,12 +9,9 @@ import time
 from typing import Any
 
 from aioengine.events.address import Address, TcpAddress, parse_address
-from aioengine.events.protocol import (
+from aioengine.events.socket_protocol import (
     Action,
     Command,
-    ConnectionFailed,
-    ControlError,
-    EngineControl,
     Hello,
     Reply,
     ServerLine,
@@ -22,8 +19,8 @@ from aioengine.events.protocol import (
     decode_server_line,
     encode_line,
 )
+from aioengine.events.sources.base import ConnectionFailed, ControlError, EngineControl, Gap, ItemStream, SourceStatus, StreamItem
 from aioengine.events.step_event import SCHEMA_VERSION, EngineSnapshot, StepEvent, StepResultEvent
-from aioengine.events.stream import Gap, ItemStream, SourceStatus, StreamItem
 from aioengine.events.wire import WireError, WireHeader
 from aioengine.printable import get_logger
 
@@ -44,7 +41,7 @@ class SocketSource(ItemStream):
     `open()` raises ConnectionFailed if nobody answers at the address.
     """
 
-    player = None
+    playback = None
 
     def __init__(self, address: str, *, token: str | None = None, reconnect: bool = True) -> None:
         self._address: Address = parse_address(address)
