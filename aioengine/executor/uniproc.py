@@ -19,7 +19,7 @@ from aioengine.outputs import ModelRunnerOutput
 from aioengine.worker.async_output import AsyncOutput, OutputThread
 
 if TYPE_CHECKING:
-    from aioengine.models.files import ModelFiles
+    from aioengine.checkpoint.files import ModelFiles
 
 T = TypeVar("T")
 

@@ -19,9 +19,9 @@ from aioengine.worker.model_runner import ModelRunner
 from aioengine.worker.sample.logits_processor import find_logits_processors
 
 if TYPE_CHECKING:
+    from aioengine.checkpoint.files import ModelFiles
     from aioengine.executor.base import GrammarOutput
     from aioengine.models.base import CausalLM
-    from aioengine.models.files import ModelFiles
 
 logger = get_logger(__name__)
 

@@ -5,7 +5,6 @@ Constants and the less common block formats come from the `gguf` package.
 
 from __future__ import annotations
 
-import logging
 import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,12 +15,10 @@ from types import MappingProxyType
 import torch
 from gguf.constants import GGMLQuantizationType
 
+from aioengine.checkpoint.dequantize import dequantize_into, plain_dtype
+from aioengine.checkpoint.gguf_header import ArrayInfo, Cursor, TensorInfo, map_file, parse_header
+from aioengine.checkpoint.stored_tensor import PackedRows, StoredTensor, Zeros
 from aioengine.errors import ModelError
-from aioengine.layers.weight_format import PackedRows, StoredTensor
-from aioengine.models.dequantize import dequantize_into, plain_dtype
-from aioengine.models.gguf_header import ArrayInfo, Cursor, TensorInfo, map_file, parse_header
-
-logger = logging.getLogger(__name__)
 
 # GGUF's architecture -> transformers' class and model type
 ARCHITECTURES: Mapping[str, str] = MappingProxyType({"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"})
@@ -183,20 +180,6 @@ class GGUFTensor:
         return _unpermute(rows, self.permuted_heads) if self.permuted_heads else rows
 
 
-@dataclass(frozen=True, slots=True)
-class _Zeros:
-    """A bias that no file has: a `StoredTensor`."""
-
-    name: str
-    shape: tuple[int, ...]
-
-    def read_into(self, out: torch.Tensor) -> None:
-        out.zero_()
-
-    def read_packed(self) -> PackedRows | None:
-        return None
-
-
 def open_gguf(paths: Sequence[Path]) -> Iterator[StoredTensor]:
     """Every weight of a model, in one file or several, and zeros for biases that only some of its matrices have."""
     files = [GGUFFile(path) for path in paths]
@@ -209,7 +192,7 @@ def open_gguf(paths: Sequence[Path]) -> Iterator[StoredTensor]:
             part = info.name.split(".")[-2]
             bias = info.name.removesuffix("weight") + "bias"
             if info.name.endswith(".weight") and part in biased and bias not in names:
-                yield _Zeros(transformers_name(bias, file.header.path), info.shape[:1])
+                yield Zeros(transformers_name(bias, file.header.path), info.shape[:1])
 
 
 def biased_parts(names: Iterable[str], architecture: str) -> frozenset[str]:
@@ -218,24 +201,6 @@ def biased_parts(names: Iterable[str], architecture: str) -> frozenset[str]:
         return frozenset(_BIASED[0][:3])
     found = {name.split(".")[-2] for name in names if name.endswith(".bias") and name.startswith("blk.")}
     return frozenset(part for group in _BIASED for part in group if found.intersection(group))
-
-
-def announce_dense(tensors: Iterable[StoredTensor]) -> None:
-    """Warn, in one line and before it happens, of quantized matrices that the native kernels keep as plain numbers."""
-    from aioengine_kernels.cpu.packing import supports_packing
-
-    stored_bytes, dense_bytes, reasons = 0, 0, dict[str, None]()
-    for stored in tensors:
-        if not isinstance(stored, GGUFTensor) or len(stored.shape) == 1 or plain_dtype(stored.info.kind) is not None:
-            continue
-        reason = supports_packing(stored.info.kind.name, stored.shape[1])
-        if reason is not None:
-            stored_bytes += stored.info.num_bytes
-            dense_bytes += 4 * stored.shape[0] * stored.shape[1]
-            reasons[reason] = None
-    if reasons:
-        shown = "; ".join(list(reasons)[:3])
-        logger.warning("weights of %d bytes in the file take %d bytes in memory, as float32: %s", stored_bytes, dense_bytes, shown)
 
 
 def read_vector(file: GGUFFile, info: TensorInfo, *, max_size: int) -> torch.Tensor:

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from aioengine.checkpoint.gguf_split import SPLITTINGS
+from aioengine.checkpoint.gguf_vocabulary import TokenType, Vocabulary
 from aioengine.errors import ModelError
-from aioengine.models.gguf_split import SPLITTINGS
-from aioengine.models.gguf_vocabulary import TokenType, Vocabulary
 
 _SPACE = "▁"
 # Of all splits of all tokens, in letters: some three times what a vocabulary of 256,000 needs.

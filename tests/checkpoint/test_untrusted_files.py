@@ -17,14 +17,14 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from aioengine.checkpoint.convert import convert_gguf
+from aioengine.checkpoint.fetch import download
+from aioengine.checkpoint.json_file import read_json
+from aioengine.checkpoint.safetensors import find_safetensors
+from aioengine.checkpoint.tokenizer import load_tokenizer
+from aioengine.checkpoint.wheels import WheelFile, fetch_member
 from aioengine.errors import ModelError
-from aioengine.models.convert import convert_gguf
-from aioengine.models.fetch import download
-from aioengine.models.hub import resolve_model
-from aioengine.models.json_file import read_json
-from aioengine.models.safetensors import find_safetensors
-from aioengine.models.tokenizer import load_tokenizer
-from aioengine.models.wheels import WheelFile, fetch_member
+from aioengine.models.info import resolve_model
 from tests.models.untrusted import (
     FUZZ,
     JSON,

@@ -16,13 +16,13 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from transformers import PreTrainedModel
 
+from aioengine.checkpoint.convert import convert_gguf
+from aioengine.checkpoint.dequantize import dequantize_into
+from aioengine.checkpoint.files import ModelFiles
+from aioengine.checkpoint.gguf import GGUFFile, split_files
+from aioengine.checkpoint.gguf_header import read_header
 from aioengine.errors import ModelError
-from aioengine.models.convert import convert_gguf
-from aioengine.models.dequantize import dequantize_into
-from aioengine.models.files import ModelFiles
-from aioengine.models.gguf import GGUFFile, split_files
-from aioengine.models.gguf_header import read_header
-from aioengine.models.hub import resolve_model
+from aioengine.models.info import resolve_model
 from tests.models.support import VOCAB, assert_same, cases, load_ours, logits_of, random_model, reference_logits, some_tokens
 
 Q = GGMLQuantizationType
@@ -197,8 +197,8 @@ def test_llama3_frequency_factors_are_used(tmp_path: Path, cache: Path) -> None:
 
 
 def test_conversion_keeps_every_stop_id_and_the_chat_template(tmp_path: Path, cache: Path) -> None:
-    from aioengine.models.files import read_model_info
-    from aioengine.models.tokenizer import load_tokenizer
+    from aioengine.checkpoint.tokenizer import load_tokenizer
+    from aioengine.models.info import read_model_info
 
     files = resolve_model(str(write_gguf(random_model(cases()["llama"]), tmp_path / "tiny.gguf", "llama")))
     assert read_model_info(files).eos_token_ids == {2, 3}
@@ -211,7 +211,7 @@ def test_conversion_happens_once_a_file(tmp_path: Path, cache: Path, monkeypatch
     path = write_gguf(random_model(cases()["llama"]), tmp_path / "tiny.gguf", "llama")
     first = resolve_model(str(path))
     calls: list[Path] = []
-    monkeypatch.setattr("aioengine.models.hub.convert_gguf", lambda path, folder, **_: calls.append(folder))
+    monkeypatch.setattr("aioengine.checkpoint.hub.convert_gguf", lambda path, folder, **_: calls.append(folder))
     assert resolve_model(str(path)) == first
     assert calls == []
     write_gguf(random_model(cases()["llama-tied"]), path, "llama")
@@ -223,7 +223,7 @@ def test_conversion_happens_once_a_file(tmp_path: Path, cache: Path, monkeypatch
 def test_conversion_does_not_wait_for_transformers_to_be_imported(tmp_path: Path, cache: Path) -> None:
     path = write_gguf(random_model(cases()["llama"]), tmp_path / "tiny.gguf", "llama")
     script = (
-        "import sys; from aioengine.models.hub import resolve_model; resolve_model(sys.argv[1]); sys.exit('transformers' in sys.modules)"
+        "import sys; from aioengine.models.info import resolve_model; resolve_model(sys.argv[1]); sys.exit('transformers' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script, str(path)], check=True, timeout=100)
 

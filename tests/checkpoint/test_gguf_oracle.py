@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 import tokenizers
 
+from aioengine.checkpoint.cache import cache_folder
+from aioengine.checkpoint.gguf import GGUFFile
+from aioengine.checkpoint.gguf_tokenizer import tokenizer_json
+from aioengine.checkpoint.gguf_vocabulary import Vocabulary, read_vocabulary
 from aioengine.errors import ModelError
-from aioengine.models.gguf import GGUFFile
-from aioengine.models.gguf_tokenizer import tokenizer_json
-from aioengine.models.gguf_vocabulary import Vocabulary, read_vocabulary
-from aioengine.models.hub import cache_folder
 
 pytestmark = [pytest.mark.oracle, pytest.mark.timeout(600)]
 

@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from aioengine.checkpoint.cache import MARKER
+from aioengine.checkpoint.json_file import read_json
 from aioengine.errors import ModelError
-from aioengine.models.json_file import read_json
 
-# Written last: a folder without it is an unfinished conversion. Raise the number when the conversion changes.
-MARKER = "aioengine.json"
-VERSION = 2
+VERSION = 2  # raised when the conversion changes
 _SPECIAL_TOKENS = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token", "mask": "mask_token"}
 
 
@@ -30,11 +29,11 @@ def convert_gguf(path: Path, folder: Path, *, files: tuple[Path, ...]) -> None:
     files: all parts of a split model, `path` the first. Takes a second or two for a large vocabulary.
     Raises ModelError for a broken file, and for one that says something which this engine would not do.
     """
-    from aioengine.models.gguf import GGUFFile
-    from aioengine.models.gguf_config import check_file, config_json
-    from aioengine.models.gguf_tokenizer import tokenizer_json
-    from aioengine.models.gguf_vocabulary import read_vocabulary
-    from aioengine.models.tokenizer import load_tokenizer
+    from aioengine.checkpoint.gguf import GGUFFile
+    from aioengine.checkpoint.gguf_config import check_file, config_json
+    from aioengine.checkpoint.gguf_tokenizer import tokenizer_json
+    from aioengine.checkpoint.gguf_vocabulary import read_vocabulary
+    from aioengine.checkpoint.tokenizer import load_tokenizer
 
     parts = [GGUFFile(file) for file in files]
     check_file(parts)

@@ -22,10 +22,9 @@ from typing import Any
 
 import tokenizers
 
+from aioengine.checkpoint.cache import MARKER, cache_folder
+from aioengine.checkpoint.json_file import MAX_BYTES, read_json, read_text
 from aioengine.errors import ModelError
-from aioengine.models.cache import cache_folder
-from aioengine.models.convert import MARKER
-from aioengine.models.json_file import MAX_BYTES, read_json, read_text
 from aioengine.printable import get_logger
 
 logger = get_logger(__name__)

@@ -13,10 +13,10 @@ from typing import Any
 
 import tokenizers
 
+from aioengine.checkpoint.chat_template import ChatTemplates
+from aioengine.checkpoint.json_file import MAX_BYTES
+from aioengine.checkpoint.tokenizer_files import is_converted_here, one_line, read_as_it_stands, read_as_transformers
 from aioengine.errors import ModelError
-from aioengine.models.chat_template import ChatTemplates
-from aioengine.models.json_file import MAX_BYTES
-from aioengine.models.tokenizer_files import is_converted_here, one_line, read_as_it_stands, read_as_transformers
 
 # Special tokens that end a text or a turn wherever they occur, by llama.cpp's list (llama-vocab.cpp). Checkpoints of many
 # fine-tunes state the base model's end of text only.

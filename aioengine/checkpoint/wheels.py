@@ -19,8 +19,8 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from aioengine.checkpoint.fetch import DownloadError, download, file_sha256, progress_bar, replacing
 from aioengine.errors import ModelError
-from aioengine.models.fetch import DownloadError, download, file_sha256, progress_bar, replacing
 from aioengine.printable import get_logger
 
 _logger = get_logger(__name__)

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from aioengine.checkpoint import hub
+from aioengine.checkpoint.cache import cache_folder
+from aioengine.checkpoint.hub import ALIASES
 from aioengine.errors import ModelError
-from aioengine.models import hub
-from aioengine.models.hub import ALIASES, cache_folder, resolve_model
+from aioengine.models.info import pull, resolve_model
 from tests.models.support import cases, random_model, save
 
 
@@ -125,7 +127,7 @@ def test_pull_replaces_a_damaged_file(cache: Path, monkeypatch: pytest.MonkeyPat
     resolve_model("smollm2")
     resolve_model("smollm2")
     assert len(fetched) == 1
-    hub.pull("smollm2")  # the right size, but not the right bytes
+    pull("smollm2")  # the right size, but not the right bytes
     assert len(fetched) == 2
 
 
@@ -137,12 +139,12 @@ def test_a_repository_that_is_not_in_the_cache_offline(cache: Path, tmp_path: Pa
 
 def test_a_cached_model_is_resolved_without_importing_transformers() -> None:
     code = (
-        "import sys; import aioengine.models.hub, aioengine.models.loader, aioengine.models.tokenizer; "
+        "import sys; import aioengine.checkpoint.hub, aioengine.models.loader, aioengine.checkpoint.tokenizer; "
         "sys.exit('transformers' in sys.modules or 'huggingface_hub' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_the_tokenizer_alone_needs_no_torch() -> None:
-    code = "import sys; import aioengine.models.tokenizer; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = "import sys; import aioengine.checkpoint.tokenizer; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

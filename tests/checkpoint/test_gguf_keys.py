@@ -15,10 +15,9 @@ import torch
 from transformers import PreTrainedModel
 
 from aioengine.errors import ModelError
-from aioengine.models.files import read_model_info
-from aioengine.models.hub import resolve_model
+from aioengine.models.info import read_model_info, resolve_model
+from tests.checkpoint.test_gguf import write_gguf
 from tests.models.support import assert_same, cases, load_ours, logits_of, random_model, reference_logits, some_tokens
-from tests.models.test_gguf import write_gguf
 
 Extra = Callable[[gguf.GGUFWriter], None]
 

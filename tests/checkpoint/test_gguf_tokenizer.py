@@ -18,17 +18,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
+from aioengine.checkpoint.gguf import GGUFFile
+from aioengine.checkpoint.gguf_split import SPLITTINGS
+from aioengine.checkpoint.gguf_tokenizer import tokenizer_json
+from aioengine.checkpoint.gguf_vocabulary import TokenType, Vocabulary, read_vocabulary
+from aioengine.checkpoint.tokenizer import load_tokenizer
 from aioengine.errors import ModelError
-from aioengine.models.files import read_model_info
-from aioengine.models.gguf import GGUFFile
-from aioengine.models.gguf_split import SPLITTINGS
-from aioengine.models.gguf_tokenizer import tokenizer_json
-from aioengine.models.gguf_vocabulary import TokenType, Vocabulary, read_vocabulary
-from aioengine.models.hub import resolve_model
-from aioengine.models.tokenizer import load_tokenizer
+from aioengine.models.info import read_model_info, resolve_model
+from tests.checkpoint.test_gguf import write_gguf
+from tests.checkpoint.test_gguf_keys import put
 from tests.models.support import cases, random_model
-from tests.models.test_gguf import write_gguf
-from tests.models.test_gguf_keys import put
 
 NORMAL, UNKNOWN, CONTROL, USER, BYTE = 1, 2, 3, 4, 6
 LETTERS = {letter: letter for letter in sorted(pre_tokenizers.ByteLevel.alphabet())}
