@@ -15,8 +15,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from aioengine_bench.gpu_engine import TINY, RandomEngine, Run, compare_tokens, logit_gap
-from aioengine_bench.gpu_serving import ServingSizes, check_long_runs, check_serving
+from gpu_checks.engine import TINY, RandomEngine, Run, compare_tokens, logit_gap
+from gpu_checks.serving import ServingSizes, check_long_runs, check_serving
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_check.py"
 

@@ -29,14 +29,12 @@ import torch
 from aioengine.config import LogprobsMode
 from aioengine.outputs import TokenLogprobs
 from aioengine.worker.sample.edits import LogitEdits, apply_bias, apply_masks, apply_penalties
+from aioengine.worker.sample.filters import apply_min_p, apply_temperature, mask_ending_tokens
 from aioengine.worker.sample.grammar import apply_bitmask, let_grammars_end
 from aioengine.worker.sample.logits_processor import LoadedProcessor, ProcessorRow
 from aioengine.worker.sample.logprobs import collect_logprobs
-from aioengine.worker.sample.min_p import apply_min_p
-from aioengine.worker.sample.min_tokens import mask_ending_tokens
 from aioengine.worker.sample.philox import uniform
 from aioengine.worker.sample.states import SamplingBatch
-from aioengine.worker.sample.temperature import apply_temperature
 from aioengine.worker.sample.top_k_top_p import KeptTokens, keep_top_k_top_p
 
 NAN_LOGITS = "the model gave logits that are not numbers (NaN or infinite) for this request, so no token could be sampled"

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from aioengine_bench.gpu_engine import GRAMMAR_MODULUS, Ask, RandomEngine, Run, TokenCheck, compare_tokens, random_prompts
 from aioengine_kernels.launcher import count_variants
+from gpu_checks.engine import GRAMMAR_MODULUS, Ask, RandomEngine, Run, TokenCheck, compare_tokens, random_prompts
 
 Gap = Callable[[list[int], int], float]
 
