@@ -32,7 +32,7 @@ from aioengine.request import Request, RequestStatus
 from aioengine.sampling_params import SamplingParams, StructuredOutputsParams
 from aioengine.structured_output.manager import StructuredOutputManager
 from aioengine.structured_output.matcher import CompiledGrammar
-from aioengine.worker.async_output import AsyncOutput
+from aioengine.worker.pipeline.async_output import AsyncOutput
 from aioengine.worker.worker import Worker
 
 Shape = dict[str, Any]  # the content of a config.json

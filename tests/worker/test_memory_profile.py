@@ -14,22 +14,20 @@ from hypothesis import strategies as st
 from aioengine.attention.base import AttentionConfig
 from aioengine.attention.triton_paged import TritonPagedBackend
 from aioengine.config import GIB, SchedulerConfig
-from aioengine.worker import device_pipeline
 from aioengine.worker.block_table import BlockTable
-from aioengine.worker.device_pipeline import DevicePipeline, pipeline_bytes
 from aioengine.worker.input_batch import StepPlan
+from aioengine.worker.largest_step import largest_step, run_largest_sampling, run_largest_step
 from aioengine.worker.memory_profile import (
     MemoryProfile,
     Reservation,
     kv_cache_bytes,
-    largest_step,
     reserve,
-    run_largest_sampling,
-    run_largest_step,
 )
+from aioengine.worker.pipeline import device as device_pipeline
+from aioengine.worker.pipeline.device import DevicePipeline, pipeline_bytes
+from aioengine.worker.pipeline.transfers import HostTransfers
 from aioengine.worker.request_state import RequestStates
 from aioengine.worker.sample import device_sampler
-from aioengine.worker.transfers import HostTransfers
 from aioengine_kernels.flash_decoding import DecodeSplit, max_num_segments
 
 # Weights of 16 GiB, 2 more at the peak; the allocator kept 19; context and libraries take 1.

@@ -25,7 +25,7 @@ def apply_temperature(
     logits: torch.Tensor,  # [n, vocab_size] float32, changed in place
     temperature: torch.Tensor,  # [n] float32, greater than 0
 ) -> torch.Tensor:  # logits
-    """Divide the logits before the softmax. Greedy rows never come here, so no temperature is too small to divide by (see `SamplingParams`)."""
+    """Divide before the softmax. Greedy rows never come here, so no temperature is too small for it (see `SamplingParams`)."""
     return logits.div_(temperature[:, None])
 
 

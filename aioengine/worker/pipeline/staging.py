@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from aioengine.worker.transfers import Event, Transfers
+from aioengine.worker.pipeline.transfers import Event, Transfers
 
 ALIGNMENT = 16
 """Bytes: a kernel is compiled anew for a pointer that is not a multiple of 16."""

@@ -21,13 +21,13 @@ from aioengine.config import LogprobsMode, SchedulerConfig
 from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.worker.block_table import BlockTable
 from aioengine.worker.input_batch import InputBatch, StepPlan, plan_step
-from aioengine.worker.pipeline import PaddedInputs, SampledRows, StepPipeline, sampled_rows
+from aioengine.worker.pipeline.base import PaddedInputs, SampledRows, StepPipeline, sampled_rows
+from aioengine.worker.pipeline.staging import StagedArrays, Staging, staging_capacity
+from aioengine.worker.pipeline.transfers import Download, Transfers
 from aioengine.worker.request_state import RequestStates
 from aioengine.worker.sample.device_sampler import StagedSampling, sample_on_device, sampling_arrays, staged_sampling
 from aioengine.worker.sample.logprobs import make_entries
 from aioengine.worker.sample.sampler import NAN_LOGITS, NOTHING_ALLOWED
-from aioengine.worker.staging import StagedArrays, Staging, staging_capacity
-from aioengine.worker.transfers import Download, Transfers
 from aioengine_kernels.batch_inputs import BatchInputs, RequestTables, StepRows, batch_inputs
 from aioengine_kernels.flash_decoding import MIN_SEGMENT_TOKENS, DecodeSplit, choose_segment_len, max_num_segments
 from aioengine_kernels.write_rows import write_rows
