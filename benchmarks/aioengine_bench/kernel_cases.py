@@ -15,7 +15,7 @@ from aioengine_bench.kernel_case import BLOCK_SIZE, CONTEXT, Inputs, KernelCase,
 from aioengine_bench.native_kernels import native_cases, native_variants
 from aioengine_kernels.activation import gelu_mul, gelu_mul_ref, silu_mul, silu_mul_ref
 from aioengine_kernels.compile_report import MODELS, ModelShape
-from aioengine_kernels.gumbel import gumbel_argmax, gumbel_argmax_ref
+from aioengine_kernels.draw_tokens import draw_tokens, draw_tokens_ref
 from aioengine_kernels.logprobs import token_logprobs, token_logprobs_ref
 from aioengine_kernels.paged_attention import paged_attention, paged_attention_ref
 from aioengine_kernels.penalties import apply_penalties, apply_penalties_ref
@@ -240,7 +240,7 @@ class CaseFactory:
         size = 8 * n * self.shape.vocab_size
         return KernelCase("top_k_top_p", n, inputs, run(top_k_top_p_ref), self._triton(run(top_k_top_p), 0.0), size)
 
-    def gumbel_argmax(self, n: int) -> KernelCase:
+    def draw_tokens(self, n: int) -> KernelCase:
         def inputs() -> Inputs:
             return {
                 "logits": self._logits(n),
@@ -253,7 +253,7 @@ class CaseFactory:
             return lambda i: (function(i["logits"], **{name: value for name, value in i.items() if name != "logits"}).float(),)
 
         size = 4 * n * self.shape.vocab_size
-        return KernelCase("gumbel_argmax", n, inputs, run(gumbel_argmax_ref), self._triton(run(gumbel_argmax), 0.0), size)
+        return KernelCase("draw_tokens", n, inputs, run(draw_tokens_ref), self._triton(run(draw_tokens), 0.0), size)
 
     def token_logprobs(self, n: int) -> KernelCase:
         def inputs() -> Inputs:
@@ -290,7 +290,7 @@ class CaseFactory:
         yield self.zero_blocks(n)
         yield self.apply_penalties(n)
         yield self.top_k_top_p(n)
-        yield self.gumbel_argmax(n)
+        yield self.draw_tokens(n)
         yield self.token_logprobs(n)
 
 

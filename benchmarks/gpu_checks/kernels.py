@@ -14,7 +14,7 @@ import torch
 
 from aioengine_kernels.activation import gelu_mul, gelu_mul_ref, silu_mul, silu_mul_ref
 from aioengine_kernels.batch_inputs import BatchInputs, RequestTables, StepRows, batch_inputs, batch_inputs_ref
-from aioengine_kernels.gumbel import gumbel_argmax, gumbel_noise_ref
+from aioengine_kernels.draw_tokens import draw_tokens, draw_tokens_ref
 from aioengine_kernels.logprobs import token_logprobs, token_logprobs_ref
 from aioengine_kernels.paged_attention import paged_attention, paged_attention_ref
 from aioengine_kernels.penalties import apply_penalties, apply_penalties_ref
@@ -90,7 +90,7 @@ def _checks(device: torch.device, sizes: Sizes) -> Iterator[Check]:
     yield "apply_penalties", 1e-4, partial(_penalties, device, sizes.vocab_size)
     # Float32 sums may disagree with float64 ones about the token on which the mass of top-p is reached.
     yield "top_k_top_p", 1, partial(_top_k_top_p, device, sizes.vocab_size)
-    yield "gumbel_argmax", 1e-3, partial(_gumbel, device, sizes.vocab_size)
+    yield "draw_tokens", 0.0, partial(_draw_tokens, device, sizes.vocab_size)
     yield "token_logprobs", 1e-4, partial(_logprobs, device, sizes.vocab_size)
     for name, values in NO_LOGITS.items():
         yield f"sampling kernels beside a row of {name}", 0, partial(_beside, device, sizes.vocab_size, values)
@@ -306,18 +306,18 @@ def _top_k_top_p(device: torch.device, vocab_size: int) -> float:
     return float((top_k_top_p(logits, **parameters).isfinite() != expected).sum(1).max())
 
 
-def _gumbel(device: torch.device, vocab_size: int) -> float:
-    """How far the chosen tokens' noisy logits are below the best ones, in float64."""
+def _draw_tokens(device: torch.device, vocab_size: int) -> float:
+    """How many tokens are not the reference's on the CPU, which is what the host's sampler draws."""
     logits = _logits(device, vocab_size, 8)
-    temperatures = [0.0, 0.5, 1.0, 2.0] * 2
     last, slots = torch.full((8,), -1, dtype=torch.int32, device=device), _int32(*range(7, -1, -1), device=device)
-    draw = {"temperature": torch.tensor(temperatures, device=device), "seeds": torch.arange(8, device=device) << 35}
-    tokens = gumbel_argmax(logits, indices=_int32(*range(8), device=device), idx_mapping=slots, last_sampled_tokens=last, **draw)
-    worst = _num_different(last.flip(0), tokens)
-    for row, (temperature, token) in enumerate(zip(temperatures, tokens.tolist(), strict=True)):
-        noisy = logits[row].double().cpu() + temperature * gumbel_noise_ref(row << 35, row, vocab_size)
-        worst = max(worst, float(noisy.max() - noisy[token]))
-    return worst
+    draw = {
+        "temperature": torch.tensor([0.0, 0.5, 1.0, 2.0] * 2, device=device),
+        "seeds": torch.arange(8, device=device) << 35,
+        "indices": _int32(*range(8), device=device),
+    }
+    tokens = draw_tokens(logits, idx_mapping=slots, last_sampled_tokens=last, **draw)
+    expected = draw_tokens_ref(logits.cpu(), **{name: tensor.cpu() for name, tensor in draw.items()})
+    return _num_different(last.flip(0), tokens) + _num_different(tokens.cpu(), expected)
 
 
 def _logprobs(device: torch.device, vocab_size: int) -> float:
@@ -358,7 +358,7 @@ def _beside(device: torch.device, vocab_size: int, values: dict[int | None, floa
             presence=0.1 * ones,
         )
         filtered = top_k_top_p(logits.clone(), **rows)
-        tokens = gumbel_argmax(filtered, temperature=rows["temperature"], seeds=torch.arange(3, device=device), indices=slots)
+        tokens = draw_tokens(filtered, temperature=rows["temperature"], seeds=torch.arange(3, device=device), indices=slots)
         return [penalized, filtered, tokens, *token_logprobs(logits, ids)]
 
     pairs = zip(run(broken), run(healthy), strict=True)

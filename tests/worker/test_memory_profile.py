@@ -119,7 +119,7 @@ def test_the_memory_of_the_tables_is_what_they_take(num_slots: int, max_model_le
 
 def test_the_largest_step_samples_with_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[str] = []
-    for name in ("_mask_forbidden", "apply_masks", "apply_bias", "apply_penalties", "top_k_top_p", "gumbel_argmax", "_rank"):
+    for name in ("_mask_forbidden", "apply_masks", "apply_bias", "apply_penalties", "top_k_top_p", "draw_tokens", "_rank"):
         original = getattr(device_sampler, name)
 
         def noted(*args: Any, name: str = name, original: Any = original, **options: Any) -> Any:
@@ -129,7 +129,7 @@ def test_the_largest_step_samples_with_everything(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(device_sampler, name, noted)
     scheduler = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=16, max_model_len=32)
     run_largest_sampling(torch.randn(3, 61), scheduler=scheduler, vocab_size=61, logprobs_mode="raw_logprobs")
-    assert used == ["_mask_forbidden", "apply_masks", "apply_bias", "apply_penalties", "top_k_top_p", "gumbel_argmax", "_rank"]
+    assert used == ["_mask_forbidden", "apply_masks", "apply_bias", "apply_penalties", "top_k_top_p", "draw_tokens", "_rank"]
 
 
 def test_the_largest_step_runs_the_model_and_scores_every_token(tiny_model_class: Any) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from aioengine.worker.sample.philox import philox4x32, uniform
+from aioengine_kernels.philox import philox4x32, uniform
 
 
 # The known answers that the authors' Random123 library ships for philox4x32 with 10 rounds.
