@@ -29,19 +29,21 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": set(),
     "attention": BASE | {"core", "kernels", "layers"},
     "layers": BASE | {"core", "kernels", "attention"},
-    "models": MODEL_SIDE,
+    "checkpoint": BASE,
+    "models": MODEL_SIDE | {"checkpoint"},
     "executor.base": BASE | {"core"},  # the contract, which the worker's side knows too
-    "worker": MODEL_SIDE | {"models", "executor.base"},
-    "executor": MODEL_SIDE | {"models", "worker", "executor.base"},
+    "worker": MODEL_SIDE | {"checkpoint", "models", "executor.base"},
+    "executor": MODEL_SIDE | {"checkpoint", "models", "worker", "executor.base"},
     "structured_output": BASE,
-    "engine": MODEL_SIDE | {"models", "worker", "executor", "executor.base", "structured_output", "events", "package"},
-    "testing": MODEL_SIDE | {"models", "worker", "executor", "executor.base", "events", "engine"},
+    "engine": MODEL_SIDE | {"checkpoint", "models", "worker", "executor", "executor.base", "structured_output", "events", "package"},
+    "testing": MODEL_SIDE | {"checkpoint", "models", "worker", "executor", "executor.base", "events", "engine"},
     "package": BASE | {"core", "events", "engine"},  # aioengine/__init__.py: lazy, so the names are only for type checkers
-    "commands": BASE | {"core", "events", "kernels", "models", "engine", "package", "bench", "tui"},
+    "commands": BASE | {"core", "events", "kernels", "checkpoint", "models", "engine", "package", "bench", "tui"},
     "cli": BASE | {"commands", "package"},
     "__main__": {"cli"},
     "tui": BASE | {"core", "events"},
-    "bench": MODEL_SIDE | {"models", "worker", "executor", "executor.base", "engine", "events", "structured_output", "testing", "package"},
+    "bench": MODEL_SIDE
+    | {"checkpoint", "models", "worker", "executor", "executor.base", "engine", "events", "structured_output", "testing", "package"},
 }
 
 FORBIDDEN_LIBRARIES: dict[str, set[str]] = {

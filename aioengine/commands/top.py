@@ -169,7 +169,7 @@ def demo_engine(config: EngineConfig) -> Iterator[str]:
 
     The child ends with this block, and by itself if this process is killed: its standard input closes then.
     """
-    from aioengine.models.hub import resolve_model
+    from aioengine.models.info import resolve_model
 
     with interrupts_leave_at_once():
         resolve_model(config.model)  # here, where the progress of a first download can be seen

@@ -13,7 +13,7 @@ import torch
 @pytest.fixture(scope="session")
 def smollm2_files() -> Any:
     """The built-in model, fetched on first use."""
-    from aioengine.models.hub import resolve_model
+    from aioengine.models.info import resolve_model
 
     return resolve_model("smollm2", progress=False)
 

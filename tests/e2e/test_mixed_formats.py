@@ -20,7 +20,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from transformers import PreTrainedModel
 
 from aioengine import AsyncEngine, RequestOutput, SamplingParams
-from aioengine.models.hub import resolve_model
+from aioengine.models.info import resolve_model
 from aioengine.models.native_decoder import NativeDecoderForCausalLM
 from aioengine_kernels.cpu import FusedMatrix, PackedMatrix
 from aioengine_kernels.cpu import status as native_status

@@ -10,7 +10,7 @@ import pytest
 
 from aioengine.engine.async_engine import AsyncEngine
 from aioengine.testing import FakeExecutor, FakeTokenizer
-from aioengine_bench.soak import Soak, SoakOptions, SoakReport
+from aioengine_bench.random_load import Soak, SoakOptions, SoakReport
 
 OPTIONS: dict[str, Any] = {
     "max_num_seqs": 10,

@@ -25,10 +25,11 @@ from transformers import (
 )
 
 from aioengine.attention.base import AttentionBackend, AttentionBatch, AttentionConfig
+from aioengine.checkpoint.files import ModelFiles
+from aioengine.checkpoint.safetensors import find_safetensors
 from aioengine.models.base import CausalLM
-from aioengine.models.files import ModelFiles, read_model_info
+from aioengine.models.info import read_model_info
 from aioengine.models.loader import load_model
-from aioengine.models.safetensors import find_safetensors
 
 VOCAB = 96
 CPU = torch.device("cpu")

@@ -18,13 +18,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from aioengine import AsyncEngine, SamplingParams
+from aioengine.checkpoint.files import ModelFiles
+from aioengine.checkpoint.safetensors import INDEX_NAME
 from aioengine.errors import ModelError
 from aioengine.layers.rope import inverse_frequencies
 from aioengine.models.config import DecoderConfig
-from aioengine.models.files import ModelFiles, read_model_info
-from aioengine.models.hub import resolve_model
+from aioengine.models.info import read_model_info, resolve_model
 from aioengine.models.registry import architecture_of, find_model_class
-from aioengine.models.safetensors import INDEX_NAME
 from aioengine.testing.tokens import FakeTokenizer
 from tests.models.support import (
     VOCAB,

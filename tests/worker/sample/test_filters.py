@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from aioengine.worker.sample.min_p import apply_min_p
-from aioengine.worker.sample.temperature import apply_temperature
+from aioengine.worker.sample.filters import apply_min_p, apply_temperature
 from aioengine.worker.sample.top_k_top_p import keep_top_k_top_p
 
 NO_IDS = torch.LongTensor([[0]])
