@@ -29,7 +29,7 @@ demo: setup
 	@if [ -t 1 ]; then $(BIN)/aioengine top --demo; else $(BIN)/aioengine demo; fi
 
 test: setup
-	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal $(if $(TEST_MARKS),-m "$(TEST_MARKS)")
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,7 +1,7 @@
 """Matrices of options of which the usual run takes a covering array: every pair of values together at least once.
 
 Most faults need two particular values together, seldom three (Kuhn, Wallace, Gallo, "Software fault interactions", 2004). The
-whole product runs with `-m slow`, so nothing is left out for good.
+whole product runs with `-m slow`, and in CI, so nothing is left out for good.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ import pytest
 
 Point = tuple[Any, ...]
 
+LEFT_TO_CI = (pytest.mark.slow, pytest.mark.ci)
+"""For what `make test` leaves out because it says nothing new, only more of it."""
+
 
 def every_pair(*factors: Sequence[Any], valid: Callable[..., bool] | None = None) -> list[Any]:
-    """The points of the product as parameters for `pytest.mark.parametrize`, all marked slow but for a covering array.
+    """The points of the product as parameters for `pytest.mark.parametrize`, all left to CI but for a covering array.
 
     valid: says which points there are at all, by its positional arguments; all of them without it.
     """
     points = [point for point in itertools.product(*factors) if valid is None or valid(*point)]
     chosen = covering_array(points)
-    return [pytest.param(*point, marks=() if number in chosen else pytest.mark.slow) for number, point in enumerate(points)]
+    return [pytest.param(*point, marks=() if number in chosen else LEFT_TO_CI) for number, point in enumerate(points)]
 
 
 def covering_array(points: Sequence[Point]) -> set[int]:

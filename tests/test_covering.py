@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.covering import covering_array, every_pair
+from tests.covering import LEFT_TO_CI, covering_array, every_pair
 
 
 @settings(max_examples=50, deadline=None)
@@ -22,12 +21,12 @@ def test_every_pair_of_values_is_in_a_covering_array(sizes: list[int]) -> None:
     assert len(chosen) <= 2 * largest[0] * largest[-1] + 2, "a covering array needs little more than the product of the two largest"
 
 
-def test_the_rest_of_the_product_is_slow_and_nothing_is_missing() -> None:
+def test_the_rest_of_the_product_is_left_to_ci_and_nothing_is_missing() -> None:
     parameters = every_pair([1, 2], "ab", [True, False], [None, 4], [0.5, 2.0])
     assert [parameter.values for parameter in parameters] == list(itertools.product([1, 2], "ab", [True, False], [None, 4], [0.5, 2.0]))
     usual = [parameter for parameter in parameters if not parameter.marks]
     assert len(usual) <= 7
-    assert all(parameter.marks in ((), pytest.mark.slow, (pytest.mark.slow,)) for parameter in parameters)
+    assert all(parameter.marks in ((), LEFT_TO_CI) for parameter in parameters)
 
 
 def test_points_that_there_are_not_are_left_out() -> None:
