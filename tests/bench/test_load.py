@@ -111,7 +111,7 @@ async def test_cancelling_keeps_what_there_is() -> None:
 
 async def test_a_dead_engine_ends_the_run() -> None:
     with pytest.raises(EngineDeadError, match="it is dead"):
-        await LoadGenerator(ScriptedClient()).run([prompt(12), REQUEST], [0.0, 3.0])
+        await LoadGenerator(ScriptedClient()).run([prompt(12), REQUEST], [0.0, 0.3])
 
 
 async def test_progress_is_told() -> None:

@@ -29,7 +29,7 @@ from tests.tui.runs import make_run
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("recording") / "run.jsonl"
-    asyncio.run(make_run(num_requests=60, record=path))
+    make_run(num_requests=60, record=path)
     return path
 
 
@@ -241,7 +241,7 @@ def test_playing_folds_nothing_and_takes_copies_for_going_back(path: Path, monke
 def test_a_far_seek_begins_at_a_snapshot(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioengine.engine.core_events.SNAPSHOT_INTERVAL", 10)
     monkeypatch.setattr("aioengine.events.recording.cursor._MAX_FOLDED", 40)
-    asyncio.run(make_run(num_requests=60, record=tmp_path / "run.jsonl"))
+    make_run(num_requests=60, record=tmp_path / "run.jsonl")
     events = read_recording(tmp_path / "run.jsonl").events
     snapshots = [place for place, event in enumerate(events) if isinstance(event, EngineSnapshot) and event.requests]
     assert len(snapshots) > 5

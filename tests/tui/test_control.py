@@ -11,6 +11,7 @@ from aioengine.events.recording.writer import StepRecorder
 from aioengine.events.sources.base import ControlError
 from aioengine.events.sources.open import open_source
 from aioengine.events.step_event import StepEvent, StepResultEvent
+from aioengine.testing import in_virtual_time
 from aioengine_tui.app import DashboardApp
 from aioengine_tui.model.state import DashboardState
 from tests.tui.support import HEADER, ListSource, busy_items
@@ -48,6 +49,7 @@ class RecordingEngine:
         return "req-9"
 
 
+@in_virtual_time
 async def test_the_engine_is_paused_stepped_and_resumed() -> None:
     engine = RecordingEngine()
     async with running(ListSource(busy_items(), engine=engine)) as (app, pilot):
@@ -61,6 +63,7 @@ async def test_the_engine_is_paused_stepped_and_resumed() -> None:
     assert engine.calls == [("pause",), ("step",), ("step",), ("resume",)]
 
 
+@in_virtual_time
 async def test_an_abort_asks_once_more() -> None:
     engine = RecordingEngine()
     async with running(ListSource(busy_items(), engine=engine)) as (app, pilot):
@@ -76,6 +79,7 @@ async def test_an_abort_asks_once_more() -> None:
         assert "choose a live request" in text_of(app, "#warnings")
 
 
+@in_virtual_time
 async def test_a_prompt_is_sent_and_a_refusal_is_shown() -> None:
     engine = RecordingEngine()
     async with running(ListSource(busy_items(), engine=engine)) as (app, pilot):
@@ -88,6 +92,7 @@ async def test_a_prompt_is_sent_and_a_refusal_is_shown() -> None:
 
 
 @pytest.mark.parametrize("key", ["P", "full_stop", "x", "a", "left_square_bracket", "S", "exclamation_mark", "right_curly_bracket"])
+@in_virtual_time
 async def test_what_the_source_cannot_do_is_said(key: str) -> None:
     async with running(ListSource(busy_items())) as (app, pilot):
         await press(app, pilot, key)
