@@ -35,10 +35,19 @@ class Locks:
     def leave_floor(self) -> None:
         fcntl.flock(self._floor, fcntl.LOCK_UN)
 
+    def close(self) -> None:
+        os.close(self._gate)
+        os.close(self._floor)
+
 
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):  # a worker's folder for temporary files is one of those in the session's
         config.stash[LOCKS] = Locks(Path(config.option.basetemp).parent)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if LOCKS in config.stash:
+        config.stash[LOCKS].close()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -173,6 +173,7 @@ async def test_a_recording_holds_every_event(start_rig: Any, tmp_path: Path) -> 
 
 
 # ---------------------------------------------------------------------------------------------------- idle
+@pytest.mark.alone
 @pytest.mark.parametrize("uses", [0, 1])
 async def test_an_idle_engine_uses_no_cpu(start_rig: Any, uses: int) -> None:
     async with start_rig() as rig:

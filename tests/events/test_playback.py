@@ -278,6 +278,7 @@ async def watching(source: FileSource, state: DashboardState) -> AsyncIterator[N
         await asyncio.wait([task])
 
 
+@pytest.mark.alone
 async def test_it_plays_to_the_end_at_its_speed(path: Path) -> None:
     state = DashboardState()
     source = FileSource(path, make_state=DashboardState)
