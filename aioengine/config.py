@@ -11,8 +11,8 @@ import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from aioengine.checks.values import flag, listed, number, shorten, surrogate_at, text, whole
 from aioengine.errors import ConfigError
-from aioengine.values import flag, listed, number, shorten, surrogate_at, text, whole
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceType = Literal["cpu", "cuda"]

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aioengine.checks.values import shorten
 from aioengine.config import EngineConfig
 from aioengine.errors import ConfigError
 from aioengine.testing import make_model_info
-from aioengine.values import shorten
 from tests import door
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

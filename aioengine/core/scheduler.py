@@ -132,6 +132,10 @@ class Scheduler:
         self._check()
         return ended
 
+    def note_rejected(self, num_reqs: int) -> None:
+        """So many requests were refused before they came here."""
+        self.num_rejected_reqs += num_reqs
+
     def _end(self, request: Request, status: RequestStatus) -> None:
         if request.status == RequestStatus.RUNNING:
             self.running.remove(request)

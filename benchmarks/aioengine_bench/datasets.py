@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import orjson
 
-from aioengine.engine.detokenizer import TextTokenizer
+from aioengine.engine.outputs.detokenizer import TextTokenizer
 from aioengine.errors import ConfigError
 from aioengine_bench.random_prompts import RandomPrompts
 from aioengine_bench.workloads import load_workload, workload_names

@@ -21,10 +21,10 @@ from typing import Any, Literal
 
 from aioengine.config import CacheConfig, SchedulerConfig
 from aioengine.core.scheduler import Scheduler
-from aioengine.engine.engine_core import EngineCore, RequestEnd
-from aioengine.engine.input_processor import ProcessedInput
-from aioengine.engine.output_collector import OutputCollector
-from aioengine.engine.output_processor import OutputProcessor
+from aioengine.engine.loop.engine_core import EngineCore, RequestEnd
+from aioengine.engine.outputs.output_collector import OutputCollector
+from aioengine.engine.outputs.output_processor import OutputProcessor
+from aioengine.engine.processed_input import ProcessedInput
 from aioengine.errors import ConfigError
 from aioengine.events.bus import StepBus
 from aioengine.events.recorder import StepRecorder

@@ -19,7 +19,7 @@ from aioengine import AsyncEngine, SamplingParams, StructuredOutputsParams
 from aioengine.config import CacheConfig, SchedulerConfig
 from aioengine.core.scheduler import Scheduler
 from aioengine.core.scheduler_output import SchedulerOutput
-from aioengine.engine.engine_snapshot import build_snapshot
+from aioengine.engine.loop.engine_snapshot import build_snapshot
 from aioengine.events.step_event import StepEvent
 from aioengine.events.wire import encode
 from aioengine.outputs import ModelRunnerOutput

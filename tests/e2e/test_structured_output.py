@@ -107,8 +107,7 @@ async def run(model: Path, *, alone: bool = False, **options: Any) -> tuple[list
                 outputs += await engine.generate_batch([prompt], param, progress=False)
         else:
             outputs = await engine.generate_batch(prompts, params, progress=False)
-        assert engine._structured_output is not None
-        assert len(engine._structured_output) == 0
+        assert len(engine._life.started().structured_output) == 0
         return outputs, engine.stats().num_preemptions
 
 

@@ -6,11 +6,11 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from aioengine.engine.detokenizer import Detokenizer, TextTokenizer
-from aioengine.engine.engine_core import RequestEnd
-from aioengine.engine.input_processor import ProcessedInput
-from aioengine.engine.output_collector import OutputCollector
-from aioengine.engine.token_text import TokenTexts
+from aioengine.engine.loop.engine_core import RequestEnd
+from aioengine.engine.outputs.detokenizer import Detokenizer, TextTokenizer
+from aioengine.engine.outputs.output_collector import OutputCollector
+from aioengine.engine.outputs.token_text import TokenTexts
+from aioengine.engine.processed_input import ProcessedInput
 from aioengine.errors import InvalidRequestError
 from aioengine.outputs import EngineCoreOutput, FinishReason, TokenLogprobs
 from aioengine.printable import get_logger

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import aioengine.values as values
+import aioengine.checks.values as values
+from aioengine.checks.values import shorten
 from aioengine.errors import InvalidRequestError
-from aioengine.values import shorten
 
 MAX_JSON_DEPTH = 200  # levels: what encoders and parsers that go down by recursion can take
 MAX_JSON_VALUES = 1 << 16  # a tenth of a second of the caller's time

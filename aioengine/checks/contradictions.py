@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from aioengine.values import shorten
+from aioengine.checks.values import shorten
 
 _MAX_FOLLOWED_TOKENS = 16
 _MAX_FOLLOWED_STEPS = 4096

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from aioengine.engine.detokenizer import TextTokenizer
+from aioengine.engine.outputs.detokenizer import TextTokenizer
 from aioengine.outputs import Logprob, TokenLogprobs
 
 _REPLACEMENT = "\ufffd"

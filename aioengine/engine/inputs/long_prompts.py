@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from aioengine.checks.values import whole
 from aioengine.core.kv_cache_manager import KVCacheManager
-from aioengine.values import whole
 
 _TOKENS_PER_SLICE = 8192  # a check of so many takes half a millisecond
 _BLOCKS_PER_SLICE = 512  # and hashing so many a whole one

@@ -10,12 +10,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from aioengine.engine.input_processor import Prompt
-from aioengine.engine.output_collector import OutputCollector
+from aioengine.checks.values import shorten
+from aioengine.engine.inputs.input_processor import Prompt
+from aioengine.engine.outputs.output_collector import OutputCollector
 from aioengine.errors import InvalidRequestError
 from aioengine.outputs import RequestOutput
 from aioengine.sampling_params import SamplingParams
-from aioengine.values import shorten
 
 MAX_BATCH_PROMPTS = 1_000_000
 """What has no end is not read to it."""

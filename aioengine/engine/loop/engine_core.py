@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from aioengine.core.invariants import check_no_leak, check_scheduler
 from aioengine.core.scheduler import Scheduler
 from aioengine.core.scheduler_output import SchedulerOutput, SchedulerStats
-from aioengine.engine.core_events import CoreEvents, describe
-from aioengine.engine.engine_snapshot import TextSource
-from aioengine.engine.step_gate import StepGate, StepWaiter
-from aioengine.engine.step_in_flight import StepInFlight, StepWatchdog
-from aioengine.engine.step_sampler import StepSampler
+from aioengine.engine.loop.core_events import CoreEvents, describe
+from aioengine.engine.loop.engine_snapshot import TextSource
+from aioengine.engine.loop.step_gate import StepGate, StepWaiter
+from aioengine.engine.loop.step_in_flight import StepInFlight, StepWatchdog
+from aioengine.engine.loop.step_sampler import StepSampler
 from aioengine.errors import EngineDeadError
 from aioengine.events.bus import StepBus
 from aioengine.events.step_event import EngineSnapshot

@@ -31,6 +31,6 @@ class Admission:
         )
         for name, what, num_waiting, num_new, limit in limits:
             if limit is not None and num_new and num_waiting + num_new > limit:
-                self._scheduler.num_rejected_reqs += num_reqs
+                self._scheduler.note_rejected(num_reqs)
                 advice = "try again later" if num_new <= limit else "that many may never wait together"
                 raise EngineOverloadedError(f"{num_waiting} {what} wait, {num_new} more would exceed {name}={limit}: {advice}")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from aioengine.engine.engine_core import EngineCore
-from aioengine.engine.input_processor import ProcessedInput
-from aioengine.engine.output_collector import OutputCollector
-from aioengine.engine.output_processor import OutputProcessor
-from aioengine.engine.parallel_sampling import child_id, child_params
+from aioengine.engine.inputs.parallel_sampling import child_id, child_params
+from aioengine.engine.loop.engine_core import EngineCore
+from aioengine.engine.outputs.output_collector import OutputCollector
+from aioengine.engine.outputs.output_processor import OutputProcessor
+from aioengine.engine.processed_input import ProcessedInput
 from aioengine.errors import AioEngineError, InvalidRequestError
 from aioengine.request import Request, RequestStatus
 

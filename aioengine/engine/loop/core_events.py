@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 
 from aioengine.core.scheduler import Scheduler
 from aioengine.core.scheduler_output import SchedulerOutput
-from aioengine.engine.engine_snapshot import TextSource, build_snapshot
-from aioengine.engine.failure_report import describe_event, describe_output
+from aioengine.engine.loop.engine_snapshot import TextSource, build_snapshot
+from aioengine.engine.loop.failure_report import describe_event, describe_output
 from aioengine.events.bus import StepBus
 from aioengine.events.step_event import EngineSnapshot, Event, FinishedInfo, RequestInfo, StepEvent, StepResultEvent
 from aioengine.outputs import EngineCoreOutput, FinishReason, WorkerTiming

@@ -8,30 +8,40 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
-from aioengine.engine.deadline import Deadline
 from aioengine.engine.event_loops import need_running_loop, running_loop, start_eagerly, wrong_loop
-from aioengine.engine.output_collector import OutputCollector
-from aioengine.engine.submission import Submitter
+from aioengine.engine.outputs.deadline import Deadline
+from aioengine.engine.outputs.output_collector import OutputCollector
 from aioengine.errors import AioEngineError
 from aioengine.outputs import RequestOutput
 
-Submit = Callable[[], Coroutine[Any, Any, tuple[OutputCollector, Submitter]]]
+
+class RequestOwner(Protocol):
+    """Whoever submitted the request of a stream, and ends it."""
+
+    def drop(self, collector: OutputCollector) -> None:
+        """The consumer is gone: end its request, if it has not ended."""
+
+    def time_out(self, collector: OutputCollector) -> int | None:
+        """End what has not ended; how many output tokens that has, None if there is nothing to end."""
+
+
+Submit = Callable[[], Coroutine[Any, Any, tuple[OutputCollector, RequestOwner]]]
 """Prepares a request, which may take long, and hands it to the engine in its last moment."""
 
 
 class _Submission:
     """The request behind a stream, from the first iteration on. Everything here is called in its event loop."""
 
-    __slots__ = ("_preparing", "_submitter", "_watched", "collector", "deadline", "is_left", "loop")
+    __slots__ = ("_owner", "_preparing", "_watched", "collector", "deadline", "is_left", "loop")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, deadline: Deadline) -> None:
         self.loop = loop
         self.deadline = deadline
         self.collector: OutputCollector | None = None
         self.is_left = False
-        self._submitter: Submitter | None = None
+        self._owner: RequestOwner | None = None
         self._preparing: asyncio.Task[None] | None = None
         self._watched: tuple[asyncio.Task[Any], Callable[[asyncio.Task[Any]], None]] | None = None
 
@@ -44,9 +54,9 @@ class _Submission:
             self._preparing = task
 
     async def _run(self, submit: Submit) -> None:
-        self.collector, submitter = await submit()
-        self._submitter = submitter
-        self.deadline.start(partial(submitter.time_out, self.collector))
+        self.collector, owner = await submit()
+        self._owner = owner
+        self.deadline.start(partial(owner.time_out, self.collector))
 
     async def prepared(self) -> OutputCollector:
         """Wait until the request is submitted. Raises what that raises; whoever is cancelled here does not cancel it."""
@@ -79,9 +89,9 @@ class _Submission:
         self.is_left = True
         self.deadline.cancel()
         self._unwatch()
-        if self._submitter is not None:
+        if self._owner is not None:
             assert self.collector is not None
-            self._submitter.drop(self.collector)
+            self._owner.drop(self.collector)
         elif self._preparing is not None:
             self._preparing.cancel()
 

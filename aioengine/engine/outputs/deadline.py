@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from aioengine.checks.values import number, shorten
 from aioengine.errors import InvalidRequestError, RequestTimeoutError
-from aioengine.values import number, shorten
 
 MAX_SECONDS = 1e9
 """Some thirty years; beyond that no event loop can tell the time any more."""

@@ -6,19 +6,19 @@ import asyncio
 import itertools
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import aioengine.fields as fields
+import aioengine.checks.fields as fields
+from aioengine.checks.fields import check_unicode
+from aioengine.checks.values import shorten, whole
 from aioengine.config import ModelInfo
-from aioengine.engine.detokenizer import TextTokenizer
-from aioengine.engine.long_prompts import find_outside_vocabulary, plain_token_ids
+from aioengine.engine.inputs.long_prompts import find_outside_vocabulary, plain_token_ids
+from aioengine.engine.outputs.detokenizer import TextTokenizer
+from aioengine.engine.processed_input import ProcessedInput
 from aioengine.errors import AioEngineError, InvalidRequestError
-from aioengine.fields import check_unicode
 from aioengine.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams
 from aioengine.structured_output.manager import StructuredOutputManager
 from aioengine.structured_output.matcher import CompiledGrammar
-from aioengine.values import shorten, whole
 
 T = TypeVar("T")
 
@@ -34,17 +34,6 @@ MAX_REQUEST_ID_CHARS = 1024
 """It is in every event of the request."""
 
 MAX_CACHE_SALT_CHARS = 1 << 14
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessedInput:
-    """A request that is fit for the scheduler."""
-
-    prompt_token_ids: list[int]
-    sampling_params: SamplingParams  # max_tokens and seed are numbers, bad_words are in token ids too
-    prompt: str | None  # the text that was tokenised, before it was truncated
-    grammar: CompiledGrammar | None = None  # what the output has to match
-    block_hashes: list[bytes] = field(default_factory=list)  # of the prompt's first full blocks, if it is a long one
 
 
 class InputProcessor:
