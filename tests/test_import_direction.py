@@ -39,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "cli": BASE | {"commands", "package"},
     "__main__": {"cli"},
     "tui": BASE | {"core", "events"},
-    "bench": MODEL_SIDE | {"models", "worker", "executor", "executor.base", "engine", "events", "testing", "package"},
+    "bench": MODEL_SIDE | {"models", "worker", "executor", "executor.base", "engine", "events", "structured_output", "testing", "package"},
 }
 
 FORBIDDEN_LIBRARIES: dict[str, set[str]] = {

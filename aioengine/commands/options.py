@@ -29,8 +29,8 @@ _ENGINE_HELP = {
     "weights": "how the CPU multiplies: exact on the packed weights (some 1e-5 from float32); fast, with activations of mostly 8 bits; "
     "dense, the float32 reference (default: auto, fast for a quantized model, exact for others, unless --dtype is given or the "
     "machine cannot)",
-    "kv_cache_dtype": "of the stored keys and values (default: auto, the dtype; float16 where the weights are fast)",
-    "device": "where the model runs (default: auto, CUDA if there is one)",
+    "kv_cache_dtype": "of the stored keys and values; fp8 on GPUs (default: auto, the dtype; float16 where the weights are fast)",
+    "device": "where the model runs: cpu, cuda or cuda:N (default: auto, CUDA if there is one)",
     "max_model_len": "longest prompt and output together, in tokens (default: auto, the model's limit or what the KV cache holds)",
     "max_num_seqs": "requests that run at once",
     "max_num_batched_tokens": "tokens of one step (default: 512 on CPU, 2048 on CUDA)",
@@ -41,7 +41,7 @@ _ENGINE_HELP = {
     "block_size": "tokens a KV-cache block",
     "num_kv_cache_blocks": "KV-cache blocks, the null block included (default: as many as the memory allows)",
     "kv_cache_memory_bytes": "most memory for the KV cache on CPU; takes 512MiB, 2GiB (default: 1GiB, or half of what is free if less)",
-    "gpu_memory_utilization": "share of the GPU's memory to use",
+    "gpu_memory_utilization": "share of the GPU's memory to use, at most 0.97",
     "enable_prefix_caching": "reuse the KV cache of equal prompt beginnings (default: yes)",
     "prefix_caching_seed": "fixes the block hashes (default: random, other ones in each process)",
     "zero_new_blocks": "clear KV-cache blocks before use (default: no)",

@@ -53,7 +53,7 @@ def setup_for_executor(
     if info is None:
         raise ConfigError(f"executor={type(executor).__name__} was given without model_info=")
     # What the device really is, only the executor knows.
-    resolved = config.resolve(info, cuda_available=config.device == "cuda", free_memory_bytes=free_memory_bytes())
+    resolved = config.resolve(info, cuda_available=config.device.startswith("cuda"), free_memory_bytes=free_memory_bytes())
     return EngineSetup(info, tokenizer, resolved, executor)
 
 

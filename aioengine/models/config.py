@@ -150,7 +150,8 @@ def _common_window(windows: Sequence[int | None], *, num_positions: int) -> int 
             f"config.json: layers of different attention types are not supported: {kinds} ("
             "keys layer_types, use_sliding_window, max_window_layers); all layers must be alike"
         )
-    return found.pop()
+    (window,) = found
+    return window
 
 
 def rope_config(fields: Mapping[str, Any], *, max_positions: int, head_dim: int) -> RopeConfig:

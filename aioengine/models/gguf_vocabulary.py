@@ -259,13 +259,13 @@ def _find_ends(
             special[name] = known[0]
             kinds[known[0]] = TokenType.CONTROL
     ends = {i for i, text in enumerate(tokens) if text in _ENDS}
-    for token in ends:
+    for token in sorted(ends):
         kinds[token] = TokenType.CONTROL
     for token, text in enumerate(tokens):
         if text in _SHOWN:
             kinds[token] = TokenType.USER_DEFINED
     ends |= {special[name] for name in (*_END_KEYS, *_FILL_IN_ENDS) if name in special}
-    by_text = {tokens[token]: token for token in ends}
+    by_text = {tokens[token]: token for token in sorted(ends)}
     calls = bool({"<|call|>", "<|calls|>"} & by_text.keys())
     if "<|end|>" in by_text and calls and ({"<|return|>", "<|flush|>"} & by_text.keys()):  # ends a part of an answer there
         ends.discard(by_text["<|end|>"])

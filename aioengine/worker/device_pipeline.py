@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from aioengine.attention.base import AttentionBatch
-from aioengine.config import LogprobsMode
+from aioengine.config import LogprobsMode, SchedulerConfig
 from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.worker.block_table import BlockTable
 from aioengine.worker.input_batch import InputBatch, StepPlan, plan_step
@@ -26,16 +26,17 @@ from aioengine.worker.request_state import RequestStates
 from aioengine.worker.sample.device_sampler import StagedSampling, sample_on_device, sampling_arrays, staged_sampling
 from aioengine.worker.sample.logprobs import make_entries
 from aioengine.worker.sample.sampler import NAN_LOGITS, NOTHING_ALLOWED
-from aioengine.worker.staging import Staging
+from aioengine.worker.staging import StagedArrays, Staging, staging_capacity
 from aioengine.worker.transfers import Download, Transfers
 from aioengine_kernels.batch_inputs import BatchInputs, RequestTables, StepRows, batch_inputs
+from aioengine_kernels.flash_decoding import MIN_SEGMENT_TOKENS, DecodeSplit, choose_segment_len, max_num_segments
 from aioengine_kernels.write_rows import write_rows
 
 IntArray = npt.NDArray[np.int32]
 _NO_PIECES: IntArray = np.zeros((0, 4), dtype=np.int32)
 _NO_VALUES: IntArray = np.zeros(0, dtype=np.int32)
 _NUM_TABLE_ARRAYS = 4  # of those a step sends: pieces and values for the token table, and for the block table
-_NUM_ROW_ARRAYS = 4  # then the fields of `StepRows`
+_NUM_ROW_ARRAYS = 6  # then the fields of `StepRows`
 
 
 @dataclass(slots=True)
@@ -58,6 +59,67 @@ class _TableWrites:
         if not self.pieces:
             return [_NO_PIECES, _NO_VALUES]
         return [np.array(self.pieces, dtype=np.int32), np.concatenate(self.values)]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCut:
+    """How a step's decodes share out their cached positions (see `aioengine_kernels.flash_decoding`)."""
+
+    num_decodes: int
+    kv_start_loc: IntArray  # [num_reqs + 1]: sums of what the decodes see; requests behind them add nothing
+    segment_len: int
+    is_split: bool  # some decode has more than one segment
+
+    @property
+    def num_segments(self) -> int:
+        return self.num_decodes + int(self.kv_start_loc[-1]) // self.segment_len
+
+    def arrays(self) -> list[npt.NDArray[Any]]:
+        return [self.kv_start_loc, np.array([self.segment_len], dtype=np.int32)]
+
+
+def cut_decodes(plan: StepPlan, *, num_kv_heads: int, max_visible: int) -> DecodeCut:
+    """For a plan whose decodes come first."""
+    num_decodes = int((plan.num_scheduled == 1).sum())
+    visible = np.minimum(plan.seq_lens, max_visible)
+    visible[num_decodes:] = 0
+    longest, total = int(visible.max(initial=0)), int(visible.sum())
+    segment_len = choose_segment_len(num_positions=total, longest=longest, num_kv_heads=num_kv_heads)
+    kv_start_loc = np.zeros(len(visible) + 1, dtype=np.int32)
+    np.cumsum(visible, out=kv_start_loc[1:])
+    return DecodeCut(num_decodes, kv_start_loc, segment_len, longest > segment_len)
+
+
+def pipeline_bytes(scheduler: SchedulerConfig, *, block_size: int, vocab_size: int) -> int:
+    """Device memory of a `DevicePipeline`: its tables, its inputs, and both buffers of each staging."""
+    num_slots, num_tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+    num_columns = -(-scheduler.max_model_len // block_size)
+    staged = (
+        step_bytes(num_slots, max_model_len=scheduler.max_model_len, max_num_tokens=num_tokens, num_columns=num_columns),
+        bitmask_bytes(num_slots, vocab_size=vocab_size),
+        prompt_bytes(num_tokens),
+    )
+    tables = num_slots * 4 * (scheduler.max_model_len + 2 * num_columns)
+    return tables + 24 * num_tokens + 32 * (num_slots + 1) + sum(2 * staging_capacity(num_bytes) for num_bytes in staged)
+
+
+def bitmask_bytes(num_slots: int, *, vocab_size: int) -> int:
+    """Masks of all requests' grammars, their rows, and the alignment of the two."""
+    return num_slots * (-(-vocab_size // 8) + 8) + 32
+
+
+def prompt_bytes(max_num_tokens: int) -> int:
+    """Where the rows of prompt log-probabilities are, and their tokens."""
+    return 16 * max_num_tokens + 32
+
+
+_BYTES_PER_ROW = 256  # of a request in a step: the row's own arrays, its sampling parameters, and their alignment
+
+
+def step_bytes(num_slots: int, *, max_model_len: int, max_num_tokens: int, num_columns: int) -> int:
+    """What a step sends at most, but for many long prompts or long lists of biased tokens that start together."""
+    tokens = max_model_len + max_num_tokens  # a whole prompt whose first chunk this is, and others that fit into the step
+    return 4 * (tokens + 2 * num_columns) + num_slots * _BYTES_PER_ROW
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +154,8 @@ class DevicePipeline(StepPipeline):
         transfers: Transfers,
         max_num_tokens: int,
         vocab_size: int,
+        num_kv_heads: int,
+        sliding_window: int | None = None,
         logprobs_mode: LogprobsMode = "raw_logprobs",
     ) -> None:
         self._states = states
@@ -100,11 +164,15 @@ class DevicePipeline(StepPipeline):
         self._transfers = transfers
         self._vocab_size = vocab_size
         self._eos_token_ids = torch.from_numpy(states.sampling.eos_token_ids).to(transfers.torch_device)  # [e] int64
-        self._staging = Staging(transfers)
-        self._bitmask_staging = Staging(transfers)  # of its own: a step's arrays are read until after its bitmasks are sent
-
+        self._num_kv_heads = num_kv_heads
+        self._max_visible = min(states.max_model_len, sliding_window or states.max_model_len)
         num_slots, device = states.max_num_reqs, transfers.torch_device
         num_columns = block_table.max_num_blocks_per_req
+        capacity = step_bytes(num_slots, max_model_len=states.max_model_len, max_num_tokens=max_num_tokens, num_columns=num_columns)
+        self._staging = Staging(transfers, capacity=capacity)
+        # Of their own: a step's arrays are read until after its bitmasks are sent, and until its prompt rows are.
+        self._bitmask_staging = Staging(transfers, capacity=bitmask_bytes(num_slots, vocab_size=vocab_size))
+        self._upload_staging = Staging(transfers, capacity=prompt_bytes(max_num_tokens))
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -121,6 +189,8 @@ class DevicePipeline(StepPipeline):
             seq_lens=zeros(num_slots),
             logits_indices=zeros(num_slots, dtype=torch.int64),
             block_table=zeros(num_slots, num_columns),
+            kv_start_loc=zeros(num_slots + 1),
+            segment_len=zeros(1) + MIN_SEGMENT_TOKENS,
         )
         # Tokens of each slot that the device's table holds; one more may be known, in `last_sampled_tokens`.
         self._num_table_tokens: IntArray = np.zeros(num_slots, dtype=np.int32)
@@ -131,10 +201,11 @@ class DevicePipeline(StepPipeline):
         if out.scheduled_spec_decode_tokens:
             raise RuntimeError("guessed tokens can be checked on the CPU only: here the host does not wait for what was sampled")
         token_writes, block_writes = self._collect_writes(out)
-        plan = plan_step(out, states=self._states, block_table=self._block_table)
+        plan = plan_step(out, states=self._states, block_table=self._block_table, decodes_first=True)
         num_tokens, limit = int(plan.query_start_loc[-1]), self._inputs.input_ids.shape[0]
         assert num_tokens <= limit, f"a step of {num_tokens} tokens, but max_num_batched_tokens is {limit}"
-        rows = self._row_arrays(plan)
+        cut = cut_decodes(plan, num_kv_heads=self._num_kv_heads, max_visible=self._max_visible)
+        rows = [*self._row_arrays(plan), *cut.arrays()]
         sampled = plan.sampled
         slots = plan.slots[sampled]
         output_indices = plan.row_seq_lens - self._states.num_prompt_tokens[slots]
@@ -158,9 +229,11 @@ class DevicePipeline(StepPipeline):
         self._num_table_tokens[plan.slots] = np.maximum(self._num_table_tokens[plan.slots], plan.seq_lens)
         return self._make_batch(
             plan,
+            cut,
             query_start_loc=step_rows.query_start_loc,
             logits_indices=staged.tensors[first_of_rest],
-            sampling=staged_sampling(staged, sampling, first=first_of_rest + 1, token_table=self._tables.token_table),
+            sampling=staged_sampling(staged.tensors[first_of_rest + 1 :], sampling, token_table=self._tables.token_table),
+            arrays=staged,
         )
 
     def _collect_writes(self, out: SchedulerOutput) -> tuple[_TableWrites, _TableWrites]:
@@ -219,7 +292,14 @@ class DevicePipeline(StepPipeline):
             write_rows(self._tables.block_table, block_pieces, block_values, max_length=block_writes.max_length)
 
     def _make_batch(
-        self, plan: StepPlan, *, query_start_loc: torch.Tensor, logits_indices: torch.Tensor, sampling: StagedSampling
+        self,
+        plan: StepPlan,
+        cut: DecodeCut,
+        *,
+        query_start_loc: torch.Tensor,
+        logits_indices: torch.Tensor,
+        sampling: StagedSampling,
+        arrays: StagedArrays,
     ) -> InputBatch:
         inputs, num_reqs, num_tokens = self._inputs, len(plan.req_ids), int(plan.query_start_loc[-1])
         return InputBatch(
@@ -241,6 +321,10 @@ class DevicePipeline(StepPipeline):
             sampled_np=plan.sampled,
             row_seq_lens_np=plan.row_seq_lens,
             staged=sampling,
+            arrays=arrays,
+            num_decodes=cut.num_decodes,
+            split=DecodeSplit(inputs.kv_start_loc, inputs.segment_len, cut.num_segments, cut.is_split),
+            max_chunk_seq_len=int(plan.seq_lens[cut.num_decodes :].max(initial=0)),
         )
 
     def padded_inputs(self, size: int) -> PaddedInputs:
@@ -256,6 +340,13 @@ class DevicePipeline(StepPipeline):
             seq_lens_np=np.zeros(size, dtype=np.int32),
             block_table=inputs.block_table[:size],
             slot_mapping=inputs.slot_mapping[:size],
+            num_decodes=size,
+            split=DecodeSplit(
+                inputs.kv_start_loc,
+                inputs.segment_len,
+                num_segments=max_num_segments(num_reqs=size, num_kv_heads=self._num_kv_heads),
+                is_split=self._max_visible > MIN_SEGMENT_TOKENS,
+            ),
         )
         return PaddedInputs(inputs.input_ids[:size], inputs.positions[:size], attention)
 
@@ -285,14 +376,22 @@ class DevicePipeline(StepPipeline):
         bits = np.zeros((len(bitmasks), num_bytes), dtype=np.uint8)
         for place, bitmask in enumerate(bitmasks.values()):
             bits[place] = np.frombuffer(bitmask, dtype=np.uint8, count=num_bytes)
-        staged = self._bitmask_staging.stage([np.fromiter(bitmasks, dtype=np.int64, count=len(bitmasks)), bits])
-        rows, bits_tensor = (tensor.clone() for tensor in staged.tensors)
-        staged.release()
+        rows, bits_tensor = self._send(self._bitmask_staging, [np.fromiter(bitmasks, dtype=np.int64, count=len(bitmasks)), bits])
         return rows, bits_tensor
+
+    def upload(self, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
+        return self._send(self._upload_staging, arrays)
+
+    def _send(self, staging: Staging, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
+        """The arrays as tensors in memory of their own, without waiting for the device."""
+        staged = staging.stage(arrays)
+        tensors = [tensor.clone() for tensor in staged.tensors]
+        staged.release()
+        return tensors
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Download:
         return self._transfers.download(tensors)
 
     def end_step(self, batch: InputBatch) -> None:
-        assert batch.staged is not None
-        batch.staged.arrays.release()
+        assert batch.arrays is not None
+        batch.arrays.release()

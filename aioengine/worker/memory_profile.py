@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from aioengine.attention.base import AttentionBackend, AttentionBatch
-from aioengine.config import SchedulerConfig
+from aioengine.config import LogprobsMode, SchedulerConfig
 from aioengine.models.base import CausalLM
+from aioengine.sampling_params import MAX_LOGPROBS
+from aioengine.worker.cuda_graphs import graph_batch_sizes
+from aioengine.worker.prompt_logprobs import PromptRows, score_prompt_rows
+from aioengine.worker.sample.states import SamplingStates
+from aioengine.worker.warm_up import EVERYTHING
+
+_BYTES_PER_GRAPH = 12 << 20
+"""What the driver keeps for a captured graph of some hundred launches, beside the memory that these write to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,31 +26,88 @@ class MemoryProfile:
 
     total: int  # of the device
     free: int  # after the run, as the driver says
-    allocator_peak: int  # the most that torch's allocator had handed out during the run: weights and activations
+    allocator_before: int  # what torch's allocator had handed out before the run: the weights
+    allocator_peak: int  # the most that it had handed out during the run: weights and activations
     allocator_reserved: int  # what it holds after the run, in use or not
 
 
-def kv_cache_bytes(profile: MemoryProfile, *, utilization: float) -> int:
-    """utilization x total - peak, not below 0.
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """What is allocated behind the KV cache, in bytes."""
 
-    The peak is the allocator's, and what lies outside of it: the CUDA context, libraries' workspaces, other processes. CUDA
-    graphs are captured later and take theirs from what the share leaves free: the activations of at most 512 tokens.
+    tables: int = 0  # of requests, of a step's inputs, and what is staged
+    graphs: int = 0  # that the driver keeps for captured graphs
+    activation_share: float = 0.0  # of the largest step's activations, that graphs keep in a pool of their own
+
+
+def reserve(scheduler: SchedulerConfig, *, tables: int, has_graphs: bool) -> Reservation:
+    """For the graphs of all sizes, if they will be captured: they share one pool, as large as the largest of them needs."""
+    if not has_graphs:
+        return Reservation(tables)
+    sizes = graph_batch_sizes(scheduler.max_num_seqs)
+    return Reservation(tables, len(sizes) * _BYTES_PER_GRAPH, min(sizes[-1] / scheduler.max_num_batched_tokens, 1.0))
+
+
+def kv_cache_bytes(profile: MemoryProfile, *, utilization: float, reserved: Reservation) -> int:
+    """utilization x total - peak - reserved, not below 0.
+
+    The peak is the allocator's, and what lies outside of it: the CUDA context, libraries' workspaces, other processes.
     """
-    outside = profile.total - profile.free - profile.allocator_reserved
-    return max(int(utilization * profile.total) - profile.allocator_peak - max(outside, 0), 0)
+    outside = max(profile.total - profile.free - profile.allocator_reserved, 0)
+    pool = int((profile.allocator_peak - profile.allocator_before) * reserved.activation_share)
+    left = int(utilization * profile.total) - profile.allocator_peak - outside - pool - reserved.tables - reserved.graphs
+    return max(left, 0)
 
 
 def run_largest_step(
-    model: CausalLM, *, backend: AttentionBackend, scheduler: SchedulerConfig, block_size: int, device: torch.device
+    model: CausalLM,
+    *,
+    backend: AttentionBackend,
+    scheduler: SchedulerConfig,
+    block_size: int,
+    vocab_size: int,
+    device: torch.device,
+    logprobs_mode: LogprobsMode = "raw_logprobs",
 ) -> None:
-    """A forward of `max_num_batched_tokens` tokens and the logits of `max_num_seqs` rows, over a cache of one block a layer."""
+    """A forward of `max_num_batched_tokens` tokens over a cache of one block a layer; the log-probabilities of all of them as
+    prompt tokens; then `max_num_seqs` rows that are sampled with every parameter behind the longest outputs."""
     batch = largest_step(scheduler, block_size=block_size, device=device)
     kv_caches = [backend.allocate_kv_cache(1, device) for _ in range(model.num_layers)]
     zeros = torch.zeros(batch.num_tokens, dtype=torch.int64, device=device)
     with torch.inference_mode():
         hidden = model.forward(zeros, zeros, kv_caches=kv_caches, attention_metadata=backend.build_metadata(batch))
+        rows = PromptRows([], [], [], indices=zeros, token_ids=zeros)
+        score_prompt_rows(hidden[zeros], rows, compute_logits=model.compute_logits, logprobs_mode=logprobs_mode)
         logits = model.compute_logits(hidden[: scheduler.max_num_seqs])
-        logits.clone()  # as the sampler does where all ask for log-probabilities
+        run_largest_sampling(logits, scheduler=scheduler, vocab_size=vocab_size, logprobs_mode=logprobs_mode)
+
+
+def run_largest_sampling(
+    logits: torch.Tensor,  # [max_num_seqs, vocab_size]
+    *,
+    scheduler: SchedulerConfig,
+    vocab_size: int,
+    logprobs_mode: LogprobsMode,
+) -> None:
+    """All rows with every sampling parameter, a grammar's mask and the longest history."""
+    from aioengine.worker.sample.device_sampler import sample_on_device, sampling_arrays, staged_sampling
+
+    device, num_rows = logits.device, logits.shape[0]
+    states = SamplingStates(max_num_reqs=num_rows, vocab_size=vocab_size, eos_token_ids=frozenset())
+    for slot in range(num_rows):
+        states.set(slot, replace(EVERYTHING, logprobs=MAX_LOGPROBS), num_prompt_tokens=scheduler.max_model_len - 1)
+    slots = np.arange(num_rows)
+    batch = states.gather(slots, np.zeros(num_rows, dtype=np.int64))
+    tensors = [torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in sampling_arrays(batch, slots, vocab_size=vocab_size)]
+    token_table = torch.zeros(num_rows, scheduler.max_model_len, dtype=torch.int32, device=device)
+    allowed = torch.full((num_rows, -(-vocab_size // 8)), 255, dtype=torch.uint8, device=device)
+    sample_on_device(
+        logits,
+        staged_sampling(tensors, batch, token_table=token_table),
+        last_sampled_tokens=torch.zeros(num_rows, dtype=torch.int32, device=device),
+        allowed=(torch.arange(num_rows, device=device), allowed),
+        logprobs_mode=logprobs_mode,
+    )
 
 
 def largest_step(scheduler: SchedulerConfig, *, block_size: int, device: torch.device) -> AttentionBatch:

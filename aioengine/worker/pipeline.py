@@ -81,6 +81,10 @@ class StepPipeline(ABC):
         raise failure
 
     @abstractmethod
+    def upload(self, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
+        """The arrays as tensors on the device, without waiting for it. The arrays must not change any more."""
+
+    @abstractmethod
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[npt.NDArray[Any]] | Pending[list[npt.NDArray[Any]]]:
         """The tensors' values on the host, or what waits for them."""
 
@@ -205,6 +209,9 @@ class HostPipeline(StepPipeline):
                 req_ids, slots.tolist(), num_prompt_tokens, batch.row_seq_lens_np.tolist(), strict=True
             )
         ]
+
+    def upload(self, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
+        return [self._device.to_device(array) for array in arrays]
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[npt.NDArray[Any]]:
         return [self._device.to_host(tensor) for tensor in tensors]

@@ -38,6 +38,11 @@ def plan_layout(sizes: Sequence[int]) -> tuple[list[int], int]:
     return offsets, end
 
 
+def staging_capacity(num_bytes: int) -> int:
+    """The size of a buffer that holds `num_bytes`: a power of two, so that it grows seldom."""
+    return 1 << (max(num_bytes, _MIN_CAPACITY) - 1).bit_length()
+
+
 class _Buffer:
     """A pinned buffer, its twin on the device, and when each may be written to again."""
 
@@ -67,11 +72,12 @@ class StagedArrays:
 
 
 class Staging:
-    """Packs and uploads; grows when a step needs more room than any before."""
+    """Packs and uploads. Grows when a step needs more room than any before, which takes milliseconds: say what to expect."""
 
-    def __init__(self, transfers: Transfers) -> None:
+    def __init__(self, transfers: Transfers, *, capacity: int = _MIN_CAPACITY) -> None:
         self._transfers = transfers
-        self._buffers = [_Buffer(transfers, _MIN_CAPACITY) for _ in range(_NUM_BUFFERS)]
+        self.capacity = staging_capacity(capacity)
+        self._buffers = [_Buffer(transfers, self.capacity) for _ in range(_NUM_BUFFERS)]
         self._turn = 0
 
     def stage(self, arrays: Sequence[npt.NDArray[Any]]) -> StagedArrays:
@@ -101,5 +107,5 @@ class Staging:
         if buffer.is_held:
             raise RuntimeError(f"{_NUM_BUFFERS} executed steps wait to be sampled; a further one cannot be staged before that")
         if num_bytes > buffer.capacity:
-            buffer = self._buffers[turn] = _Buffer(self._transfers, 1 << (num_bytes - 1).bit_length())
+            buffer = self._buffers[turn] = _Buffer(self._transfers, staging_capacity(num_bytes))
         return buffer

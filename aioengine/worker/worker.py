@@ -22,10 +22,11 @@ if TYPE_CHECKING:
     from aioengine.executor.base import GrammarOutput
     from aioengine.models.base import CausalLM
     from aioengine.models.files import ModelFiles
+    from aioengine.worker.memory_profile import Reservation
 
 logger = get_logger(__name__)
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 class Worker:
@@ -84,7 +85,7 @@ class Worker:
             return cache.num_kv_cache_blocks
         assert self._model is not None, "load_model() comes first: it takes its share of the memory"
         bytes_per_block = self._backend.kv_cache_bytes_per_block() * self._model.num_layers
-        available = self.device.kv_cache_memory_bytes(cache, run_largest_step=self._run_largest_step)
+        available = self.device.kv_cache_memory_bytes(cache, run_largest_step=self._run_largest_step, reserved=self._reserved())
         blocks_per_request = -(-scheduler.max_model_len // cache.block_size)
         num_blocks = min(available // bytes_per_block, scheduler.max_num_seqs * blocks_per_request + 1)
         if num_blocks < blocks_per_request + 1:
@@ -116,7 +117,7 @@ class Worker:
         self._runner = ModelRunner(self.config, model=self._model, attention_backend=self._backend, kv_caches=kv_caches, device=self.device)
         if self.device.compiles_kernels:
             self._runner.warm_up()
-        if self.device.supports_graphs and self._backend.supports_graphs and not self.config.worker.enforce_eager:
+        if self._captures_graphs:
             self._runner.capture_graphs()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
@@ -136,8 +137,26 @@ class Worker:
             backend=self._backend,
             scheduler=self.config.scheduler,
             block_size=self.config.cache.block_size,
+            vocab_size=self.config.model.vocab_size,
             device=self.device.torch_device,
+            logprobs_mode=self.config.worker.logprobs_mode,
         )
+
+    @property
+    def _captures_graphs(self) -> bool:
+        return self.device.supports_graphs and self._backend.supports_graphs and not self.config.worker.enforce_eager
+
+    def _reserved(self) -> Reservation:
+        """What `initialize_kv_cache` allocates behind the cache, on a GPU."""
+        from aioengine.worker.memory_profile import Reservation, reserve
+
+        if not self.device.compiles_kernels:
+            return Reservation()
+        from aioengine.worker.device_pipeline import pipeline_bytes
+
+        scheduler, model = self.config.scheduler, self.config.model
+        tables = pipeline_bytes(scheduler, block_size=self.config.cache.block_size, vocab_size=model.vocab_size)
+        return reserve(scheduler, tables=tables, has_graphs=self._captures_graphs)
 
     def shutdown(self) -> None:
         """Let go of the weights and the KV cache."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from aioengine_kernels.flash_decoding import DecodeSplit
 from aioengine_kernels.paged_attention import paged_attention
 
 BLOCK_SIZE = 16
@@ -15,10 +16,10 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpeed:
-    """A decode step's attention over contexts of one length, in one layer of Llama-3-8B, bfloat16."""
+    """A decode step's attention in one layer of Llama-3-8B, bfloat16."""
 
     num_reqs: int
-    context: int
+    context: int  # the longest
     microseconds: float
     gb_per_s: float  # of the keys and values that must be read
     share_of_copy: float
@@ -67,18 +68,23 @@ def copy_bandwidth(device: torch.device, *, num_bytes: int = 4 << 30) -> float:
 
 
 def attention_speed(
-    device: torch.device, *, num_reqs: int, context: int, copy_bytes_per_s: float, heads: tuple[int, int] = (32, 8)
+    device: torch.device, *, lengths: Sequence[int], copy_bytes_per_s: float, heads: tuple[int, int] = (32, 8)
 ) -> AttentionSpeed:
     """Several copies of the batch take turns where the keys and values of one would stay in the cache of the chip."""
-    bytes_read = num_reqs * context * 2 * heads[1] * 128 * 2
+    bytes_read = sum(lengths) * 2 * heads[1] * 128 * 2
     copies = max(1, -(-(256 << 20) // bytes_read)) if device.type == "cuda" else 1
-    blocks_per_req = -(-context // BLOCK_SIZE)
-    num_blocks = copies * num_reqs * blocks_per_req
-    cache = torch.randn(num_blocks, 2, BLOCK_SIZE, heads[1], 128, dtype=torch.bfloat16, device=device)
-    tables = torch.randperm(num_blocks, device=device).int().view(copies, num_reqs, blocks_per_req)
-    query = torch.randn(num_reqs, heads[0], 128, dtype=torch.bfloat16, device=device)
-    seq_lens = torch.full((num_reqs,), context, dtype=torch.int32, device=device)
-    starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=device)
+    needed = [-(-length // BLOCK_SIZE) for length in lengths]
+    cache = torch.randn(copies * sum(needed), 2, BLOCK_SIZE, heads[1], 128, dtype=torch.bfloat16, device=device)
+    blocks = iter(torch.randperm(copies * sum(needed)).int().split(needed * copies))
+    tables = torch.zeros(copies, len(lengths), max(needed), dtype=torch.int32)
+    for table in tables:
+        for row, count in zip(table, needed, strict=True):
+            row[:count] = next(blocks)
+    tables = tables.to(device)
+    query = torch.randn(len(lengths), heads[0], 128, dtype=torch.bfloat16, device=device)
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    starts = torch.arange(len(lengths) + 1, dtype=torch.int32, device=device)
+    split = DecodeSplit.of_lengths(lengths, num_kv_heads=heads[1], device=device)
 
     def run() -> None:
         for table in tables:
@@ -90,10 +96,11 @@ def attention_speed(
                 seq_lens=seq_lens,
                 query_start_loc=starts,
                 max_query_len=1,
-                max_seq_len=context,
+                max_seq_len=max(lengths),
                 scale=128**-0.5,
+                split=split,
             )
 
     seconds = time_gpu(captured(run, device=device), device=device, repeats=max(1, 40 // copies)) / copies
     rate = bytes_read / seconds
-    return AttentionSpeed(num_reqs, context, seconds * 1e6, rate / 1e9, rate / copy_bytes_per_s)
+    return AttentionSpeed(len(lengths), max(lengths), seconds * 1e6, rate / 1e9, rate / copy_bytes_per_s)

@@ -10,9 +10,9 @@ import asyncio
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,15 +20,19 @@ import torch
 from aioengine.attention.base import AttentionBatch
 from aioengine.config import EngineConfig, ModelInfo, ResolvedConfig
 from aioengine.core.scheduler import Scheduler
-from aioengine.engine.loop.engine_core import EngineCore
+from aioengine.engine.loop.engine_core import EngineCore, RequestEnd
 from aioengine.events.bus import StepBus
 from aioengine.events.step_event import Event, StepEvent, StepResultEvent
+from aioengine.executor.base import GrammarOutput
 from aioengine.executor.uniproc import UniProcExecutor
 from aioengine.models.base import CausalLM
 from aioengine.models.registry import find_model_class
-from aioengine.outputs import EngineCoreOutput
-from aioengine.request import Request
-from aioengine.sampling_params import SamplingParams
+from aioengine.outputs import EngineCoreOutput, ModelRunnerOutput, TokenLogprobs
+from aioengine.request import Request, RequestStatus
+from aioengine.sampling_params import SamplingParams, StructuredOutputsParams
+from aioengine.structured_output.manager import StructuredOutputManager
+from aioengine.structured_output.matcher import CompiledGrammar
+from aioengine.worker.async_output import AsyncOutput
 from aioengine.worker.worker import Worker
 
 Shape = dict[str, Any]  # the content of a config.json
@@ -109,6 +113,13 @@ class RandomWeightsWorker(Worker):
         super().__init__(config, files=None)  # type: ignore[arg-type]  # nothing is read
         self._shape = shape
         self._same_everywhere = same_everywhere
+        self.sample_seconds: list[float] = []  # in the worker's thread, which does not wait for the device where that runs behind
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> ModelRunnerOutput | AsyncOutput[Any]:
+        start = time.perf_counter()
+        output = super().sample_tokens(grammar_output)
+        self.sample_seconds.append(time.perf_counter() - start)
+        return output
 
     def load_model(self) -> None:
         family = find_model_class(self._shape["architecture"])
@@ -116,6 +127,16 @@ class RandomWeightsWorker(Worker):
         model = family.build(family.read_config(self._shape), attention_backend=self._backend, dtype=self._dtype, device=device)
         fill_with_random_weights(model, same_everywhere=self._same_everywhere)
         self._model: CausalLM = model.eval()
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request, and what becomes of it on the way."""
+
+    prompt: list[int]
+    params: Mapping[str, Any] = field(default_factory=dict)  # of `SamplingParams`; greedy unless they say otherwise
+    abort_after: int | None = None  # tokens
+    has_grammar: bool = False  # the i-th token's id is i modulo GRAMMAR_MODULUS, see `CountingGrammar`
 
 
 @dataclass(slots=True)
@@ -126,8 +147,18 @@ class Run:
     output_times: list[tuple[float, int]] = field(default_factory=list)  # when a step's tokens came, and how many
     start_time: float = 0.0
     execute_seconds: list[float] = field(default_factory=list)  # the worker's thread in `execute_model`, a step
+    sample_seconds: list[float] = field(default_factory=list)  # and in `sample_tokens`
     schedule_seconds: list[float] = field(default_factory=list)
     update_seconds: list[float] = field(default_factory=list)
+    finish_reasons: dict[int, str] = field(default_factory=dict)  # by request
+    errors: dict[int, str] = field(default_factory=dict)
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    num_preemptions: int = 0
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.update_seconds)
 
     def decode_step_seconds(self) -> float:
         """The median interval between steps in which every request got a token."""
@@ -138,9 +169,46 @@ class Run:
         return self.output_times[-1][0] - self.start_time
 
     def host_seconds_per_step(self) -> dict[str, float]:
-        """Medians, by who spends them: the loop's thread (schedule, update) and the worker's (execute)."""
-        parts = {"schedule": self.schedule_seconds, "update": self.update_seconds, "execute": self.execute_seconds}
+        """Medians, by who spends them: the loop's thread (schedule, update) and the worker's (execute, and enqueueing the sampling)."""
+        parts = {
+            "schedule": self.schedule_seconds,
+            "update": self.update_seconds,
+            "execute": self.execute_seconds,
+            "sample": self.sample_seconds,
+        }
         return {name: statistics.median(values) for name, values in parts.items() if values}
+
+
+GRAMMAR_MODULUS = 7
+
+
+class CountingGrammar(StructuredOutputManager):
+    """Stands for a grammar where no tokenizer is: each token depends on how many came before. All masks are made by the host."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(None, vocab_size=vocab_size, eos_token_ids=frozenset())
+        self._num_tokens: dict[str, int] = {}
+        ids = np.arange(vocab_size)
+        self._masks = [np.packbits(ids % GRAMMAR_MODULUS == rest, bitorder="little").tobytes() for rest in range(GRAMMAR_MODULUS)]
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._num_tokens
+
+    def __len__(self) -> int:
+        return len(self._num_tokens)
+
+    def add(self, request_id: str, grammar: CompiledGrammar, params: SamplingParams) -> None:
+        self._num_tokens[request_id] = 0
+
+    def accept(self, request_id: str, token_ids: Sequence[int]) -> None:
+        if request_id in self._num_tokens:
+            self._num_tokens[request_id] += len(token_ids)
+
+    def bitmask(self, request_id: str) -> bytes:
+        return self._masks[self._num_tokens[request_id] % GRAMMAR_MODULUS]
+
+    def remove(self, request_id: str) -> None:
+        self._num_tokens.pop(request_id, None)
 
 
 class RandomEngine:
@@ -150,7 +218,7 @@ class RandomEngine:
         info = model_info(shape, dtype)
         settings: dict[str, Any] = {"enable_prefix_caching": False, "device": device, "dtype": dtype, **options}
         self.config = EngineConfig(**settings).resolve(info, cuda_available=device == "cuda", free_memory_bytes=8 << 30)
-        self._executor = UniProcExecutor(
+        self.executor = UniProcExecutor(
             self.config, worker_factory=lambda: RandomWeightsWorker(self.config, shape=shape, same_everywhere=same_everywhere)
         )
         self.vocab_size: int = shape["vocab_size"]
@@ -161,63 +229,113 @@ class RandomEngine:
     def start(self) -> None:
         """Build the model, size the cache, compile and capture."""
         begin = time.perf_counter()
-        self._executor.load_model().result()
+        self.executor.load_model().result()
         given = self.config.cache.num_kv_cache_blocks
-        self.num_blocks = given or self._executor.determine_num_kv_cache_blocks().result()
-        self._executor.initialize_kv_cache(self.num_blocks).result()
+        self.num_blocks = given or self.executor.determine_num_kv_cache_blocks().result()
+        self.executor.initialize_kv_cache(self.num_blocks).result()
         self.start_seconds = time.perf_counter() - begin
         self.num_graphs = self.call_model(lambda worker: worker.runner.num_graphs)
 
     def use_graphs(self, value: bool) -> None:
-        self._executor.collective_rpc(lambda worker: setattr(worker.runner, "use_graphs", value)).result()
+        self.executor.collective_rpc(lambda worker: setattr(worker.runner, "use_graphs", value)).result()
 
     def stop(self) -> None:
-        self._executor.shutdown()
+        self.executor.shutdown()
 
     def call_model(self, function: Callable[[Any], Any]) -> Any:
         """Call a function with the worker, in its thread."""
-        return self._executor.collective_rpc(function).result()[0]
+        return self.executor.collective_rpc(function).result()[0]
 
     def run(self, prompts: Sequence[list[int]], *, max_tokens: int, overlap: bool = True, **params: Any) -> Run:
-        """Greedy unless `params` say otherwise."""
-        sampling = SamplingParams(**{"temperature": 0, "seed": 0, "max_tokens": max_tokens, "ignore_eos": True, **params})
-        return asyncio.run(self._run(prompts, sampling, overlap))
+        """All at once. Greedy unless `params` say otherwise."""
+        return self.serve([Ask(prompt, {"max_tokens": max_tokens, **params}) for prompt in prompts], overlap=overlap)
 
-    async def _run(self, prompts: Sequence[list[int]], sampling: SamplingParams, overlap: bool) -> Run:
-        scheduler = Scheduler(
-            replace(self.config.scheduler, async_scheduling=overlap), cache=self.config.cache, num_kv_cache_blocks=self.num_blocks
-        )
-        run = Run([[] for _ in prompts])
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        num_left = len(prompts)
+    def serve(self, asks: Sequence[Ask], *, overlap: bool = True, concurrency: int | None = None) -> Run:
+        """Up to `concurrency` at a time, in order; None: all at once."""
 
-        def on_outputs(outputs: list[EngineCoreOutput]) -> list[Any]:
-            nonlocal num_left
-            if outputs:
-                run.output_times.append((time.perf_counter(), len(outputs)))
-            for output in outputs:
-                run.token_ids[int(output.request_id)] += output.new_token_ids
-                num_left -= output.finish_reason is not None
-            if num_left == 0 and not done.done():
-                done.set_result(None)
-            return []
+        async def serve() -> Run:
+            return await _Serving(self, asks, overlap=overlap).run(concurrency or len(asks))
 
-        def on_failure(error: BaseException) -> None:
-            if not done.done():
-                done.set_exception(error)
-
-        bus = StepBus()
-        bus.add_observer(lambda event: note_times(run, event))
-        core = EngineCore(scheduler, self._executor, bus=bus, on_outputs=on_outputs, on_failure=on_failure)
-        core.start()
-        run.start_time = time.perf_counter()
-        for index, prompt in enumerate(prompts):
-            core.add_request(Request(str(index), prompt, sampling_params=sampling))
-        await done
-        while not core.is_idle:  # noqa: ASYNC110  # the worker forgets the requests in a last step, which nobody announces
-            await asyncio.sleep(0.001)
-        await core.stop()
+        self.call_model(lambda worker: worker.sample_seconds.clear())
+        run = asyncio.run(serve())
+        run.sample_seconds = self.call_model(lambda worker: list(worker.sample_seconds))
         return run
+
+
+class _Serving:
+    """One engine loop over an executor, from the first request to the last. Made in a running event loop."""
+
+    def __init__(self, engine: RandomEngine, asks: Sequence[Ask], *, overlap: bool) -> None:
+        config = engine.config
+        self._scheduler = Scheduler(
+            replace(config.scheduler, async_scheduling=overlap), cache=config.cache, num_kv_cache_blocks=engine.num_blocks
+        )
+        self._asks = asks
+        self._todo = list(range(len(asks)))[::-1]
+        self._num_left = len(asks)
+        self._result = Run([[] for _ in asks])
+        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._grammar = CountingGrammar(engine.vocab_size)
+        bus = StepBus()
+        bus.add_observer(lambda event: note_times(self._result, event))
+        self._core = EngineCore(
+            self._scheduler,
+            engine.executor,
+            bus=bus,
+            on_outputs=self._on_outputs,
+            on_failure=self._on_failure,
+            structured_output=self._grammar,
+        )
+
+    async def run(self, concurrency: int) -> Run:
+        self._core.start()
+        self._result.start_time = time.perf_counter()
+        for _ in range(min(concurrency, len(self._asks))):
+            self._add_next()
+        await self._done
+        await self._core.wait_until_idle()  # the worker forgets the requests in a last step
+        await self._core.stop()
+        self._result.num_preemptions = self._scheduler.num_preemptions
+        return self._result
+
+    def _add_next(self) -> None:
+        if not self._todo:
+            return
+        index = self._todo.pop()
+        ask = self._asks[index]
+        params: dict[str, Any] = {"temperature": 0, "seed": 0, "ignore_eos": True, **ask.params}
+        if ask.has_grammar:
+            params["structured_outputs"] = StructuredOutputsParams(regex="counted")  # what it says is not read
+        grammar = cast(CompiledGrammar, self._grammar) if ask.has_grammar else None
+        self._core.add_request(Request(str(index), ask.prompt, sampling_params=SamplingParams(**params)), grammar=grammar)
+
+    def _on_outputs(self, outputs: list[EngineCoreOutput]) -> list[RequestEnd]:
+        run, ends = self._result, []
+        if outputs:
+            run.output_times.append((time.perf_counter(), len(outputs)))
+        for output in outputs:
+            index = int(output.request_id)
+            run.token_ids[index] += output.new_token_ids
+            run.logprobs.setdefault(index, []).extend(output.logprobs or [])
+            run.prompt_logprobs.setdefault(index, []).extend(output.prompt_logprobs or [])
+            reason: str | None = output.finish_reason
+            if output.error is not None:
+                run.errors[index] = output.error
+            abort_after = self._asks[index].abort_after
+            if reason is None and abort_after is not None and len(run.token_ids[index]) >= abort_after:
+                ends.append(RequestEnd(output.request_id, RequestStatus.FINISHED_ABORTED))
+                reason = "abort"
+            if reason is not None:
+                run.finish_reasons[index] = reason
+                self._num_left -= 1
+                asyncio.get_running_loop().call_soon(self._add_next)
+        if self._num_left == 0 and not self._done.done():
+            self._done.set_result(None)
+        return ends
+
+    def _on_failure(self, error: BaseException) -> None:
+        if not self._done.done():
+            self._done.set_exception(error)
 
 
 def note_times(run: Run, event: Event) -> None:

@@ -92,6 +92,8 @@ def _checks(device: torch.device, sizes: Sizes) -> Iterator[Check]:
     yield "top_k_top_p", 1, partial(_top_k_top_p, device, sizes.vocab_size)
     yield "gumbel_argmax", 1e-3, partial(_gumbel, device, sizes.vocab_size)
     yield "token_logprobs", 1e-4, partial(_logprobs, device, sizes.vocab_size)
+    for name, values in NO_LOGITS.items():
+        yield f"sampling kernels beside a row of {name}", 0, partial(_beside, device, sizes.vocab_size, values)
 
 
 def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -124,11 +126,15 @@ def _batch_inputs(device: torch.device) -> float:
             _int32(0, 1, 18, 19, 619, device=where),
             _int32(30, 16, 12, 0, device=where),
             _int32(30, 60, 40, 600, device=where),
+            _int32(0, 31, 31, 44, 44, device=where),
+            _int32(256, device=where),
         )
         longs = [torch.full((640,), -9, device=where) for _ in range(3)]
         ints = torch.full((6,), -9, dtype=torch.int32, device=where)
         blocks = torch.full((6, 40), -9, dtype=torch.int32, device=where)
-        return tables, rows, BatchInputs(longs[0], longs[1], longs[2], ints, torch.full((6,), -9, device=where), blocks)
+        starts, segment_len = torch.full((7,), -9, dtype=torch.int32, device=where), _int32(-9, device=where)
+        last = torch.full((6,), -9, device=where)
+        return tables, rows, BatchInputs(longs[0], longs[1], longs[2], ints, last, blocks, starts, segment_len)
 
     (tables, rows, out), (tables_ref, rows_ref, out_ref) = make(device), make(torch.device("cpu"))
     batch_inputs(tables, rows, out, block_size=BLOCK_SIZE, max_query_len=600)
@@ -320,3 +326,40 @@ def _logprobs(device: torch.device, vocab_size: int) -> float:
     logprobs, ranks = token_logprobs(logits, ids)
     expected, expected_ranks = token_logprobs_ref(logits.double(), ids)
     return max(_difference(logprobs, expected), _num_different(ranks, expected_ranks))
+
+
+NO_LOGITS: dict[str, dict[int | None, float]] = {
+    "one NaN": {17: float("nan")},
+    "inf and -inf": {17: float("inf"), 18: float("-inf")},
+    "NaN alone": {None: float("nan")},
+}
+
+
+def _beside(device: torch.device, vocab_size: int, values: dict[int | None, float]) -> float:
+    """Entries of healthy rows that change when a row between them is no logits. A kernel that does not end shows here first."""
+    healthy = _logits(device, vocab_size, 3)
+    broken = healthy.clone()
+    for token, value in values.items():
+        broken[1, slice(None) if token is None else token] = value
+
+    def run(logits: torch.Tensor) -> list[torch.Tensor]:
+        ones = torch.ones(3, device=device)
+        rows = {"temperature": 0.8 * ones, "top_k": _int32(20, 20, 20, device=device), "top_p": 0.9 * ones, "min_p": 0.01 * ones}
+        counts = torch.ones(3, vocab_size, dtype=torch.int32, device=device)
+        slots = _int32(0, 1, 2, device=device)
+        ids = logits.nan_to_num(0.0).topk(5).indices
+        penalized = apply_penalties(
+            logits.clone(),
+            prompt_mask=counts.to(torch.int8),
+            output_counts=counts,
+            idx_mapping=slots,
+            repetition=1.3 * ones,
+            frequency=0.1 * ones,
+            presence=0.1 * ones,
+        )
+        filtered = top_k_top_p(logits.clone(), **rows)
+        tokens = gumbel_argmax(filtered, temperature=rows["temperature"], seeds=torch.arange(3, device=device), indices=slots)
+        return [penalized, filtered, tokens, *token_logprobs(logits, ids)]
+
+    pairs = zip(run(broken), run(healthy), strict=True)
+    return sum(_num_different(ours[[0, 2]], theirs[[0, 2]]) for ours, theirs in pairs)

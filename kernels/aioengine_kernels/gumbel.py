@@ -46,12 +46,13 @@ def _gumbel_argmax_kernel(
     chunk = tl.program_id(1)
     token = chunk * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits_ptr + row * logits_stride + token, mask=token < vocab_size, other=float("-inf"))
-    x = tl.where(x == x, x, float("-inf"))  # a maximum over NaN could point past the vocabulary, and that token would be looked up
+    # NaN and +inf are no logits. A maximum over NaN could point past the vocabulary, and that token would be looked up.
+    x = tl.where(x < float("inf"), x, float("-inf"))
     temperature = tl.load(temperature_ptr + row)
     if temperature > 0.0:
         quad = chunk * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
         noise = _gumbel_noise(tl.load(seeds_ptr + row), tl.load(indices_ptr + row).to(tl.int32), quad, BLOCK)
-        x = x + temperature * noise
+        x = tl.where(x > float("-inf"), x + temperature * noise, x)  # -inf + inf would be NaN
     value, lane = tl.max(x, 0, return_indices=True)
     tl.store(best_value_ptr + row * tl.num_programs(1) + chunk, value)
     tl.store(best_token_ptr + row * tl.num_programs(1) + chunk, chunk * BLOCK + lane)
@@ -116,7 +117,7 @@ def gumbel_argmax_ref(
     last_sampled_tokens: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`gumbel_argmax` in torch."""
-    logits = logits.masked_fill(logits.isnan(), float("-inf"))
+    logits = logits.masked_fill(~(logits < float("inf")), float("-inf"))
     tokens = logits.argmax(-1)
     for row, (t, seed, index) in enumerate(zip(temperature.tolist(), seeds.tolist(), indices.tolist(), strict=True)):
         if t > 0:
@@ -172,8 +173,8 @@ def gumbel_argmax(
     idx_mapping: torch.Tensor | None = None,  # [n] int32: the slot to report the token to; negative: none
     last_sampled_tokens: torch.Tensor | None = None,  # [max_num_reqs] int32
 ) -> torch.Tensor:
-    """Draw one token a row from softmax(logits / temperature); returns [n] int32. NaN counts as -inf, and a row of nothing
-    else gives token 0: whatever the logits, the tokens are in the vocabulary.
+    """Draw one token a row from softmax(logits / temperature); returns [n] int32. NaN and +inf count as -inf, and a row of
+    nothing else gives token 0: whatever the logits, the tokens are in the vocabulary.
 
     With both `idx_mapping` and `last_sampled_tokens` the token is also stored at its slot, where the next step's
     `batch_inputs` reads it. A greedy row takes the first of equal maxima.

@@ -13,6 +13,7 @@ from aioengine.config import CacheConfig, ResolvedConfig
 from aioengine.errors import ConfigError
 from aioengine.models import loader
 from aioengine.models.files import ModelFiles
+from aioengine.worker.memory_profile import Reservation
 from aioengine.worker.worker import Worker
 from aioengine_kernels.cpu import library
 
@@ -147,9 +148,11 @@ def test_a_device_with_graphs_is_warmed_up_and_captured_once_the_cache_is_there(
     class Gpu(graphs_on_cpu):  # type: ignore[misc]
         compiles_kernels = True
 
-        def kv_cache_memory_bytes(self, cache: CacheConfig, *, run_largest_step: Callable[[], None]) -> int:
+        def kv_cache_memory_bytes(self, cache: CacheConfig, *, run_largest_step: Callable[[], None], reserved: Reservation) -> int:
             run_largest_step()
             num_forwards.append(model.num_forwards)
+            assert reserved.tables > 0
+            assert (reserved.graphs > 0) != enforce_eager
             return 20 * BYTES_PER_BLOCK
 
     num_forwards: list[int] = []

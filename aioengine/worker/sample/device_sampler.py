@@ -6,6 +6,7 @@ seeded ones are a function of the seed on either, but not the same one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,6 @@ from aioengine.config import LogprobsMode
 from aioengine.sampling_params import MAX_LOGPROBS
 from aioengine.worker.sample.edits import LogitEdits, apply_bias, apply_masks, apply_penalties
 from aioengine.worker.sample.states import SamplingBatch
-from aioengine.worker.staging import StagedArrays
 from aioengine_kernels.gumbel import gumbel_argmax
 from aioengine_kernels.logprobs import token_logprobs
 from aioengine_kernels.top_k_top_p import top_k_top_p
@@ -39,7 +39,6 @@ class StagedSampling:
     num_logprobs: list[int]  # [k]
     needs_filters: bool  # some row that is not greedy has top_k, top_p or min_p
     edits: LogitEdits | None  # None: no row has a penalty, a bias, allowed_token_ids or bad_words
-    arrays: StagedArrays  # what the tensors are views of
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +73,15 @@ def sampling_arrays(batch: SamplingBatch, slots: npt.NDArray[np.int64], *, vocab
 
 
 def staged_sampling(
-    arrays: StagedArrays,
+    tensors: Sequence[torch.Tensor],  # `sampling_arrays` as they came to the device
     batch: SamplingBatch,
     *,
-    first: int,
     token_table: torch.Tensor,  # [max_num_reqs, max_model_len] int32, which holds this step's tokens
 ) -> StagedSampling:
-    """`sampling_arrays` as they came to the device, from the array numbered `first` on."""
+    """The tensors by name, and what the host decides by."""
     rows = (batch.num_logprobs >= 0).nonzero()[0]
     has_filter = (batch.top_k > 0) | (batch.top_p < 1) | np.isfinite(batch.log_min_p)
-    slots, temperature, top_k, top_p, min_p, seeds, output_indices, masked_positions, logprob_rows, *rest = arrays.tensors[first:]
+    slots, temperature, top_k, top_p, min_p, seeds, output_indices, masked_positions, logprob_rows, *rest = tensors
     return StagedSampling(
         slots=slots,
         temperature=temperature,
@@ -98,7 +96,6 @@ def staged_sampling(
         num_logprobs=batch.num_logprobs[rows].tolist(),
         needs_filters=bool((has_filter & (batch.temperature > 0)).any()),
         edits=None if batch.edits is None else LogitEdits.build(batch.edits, rest, token_table=token_table),
-        arrays=arrays,
     )
 
 

@@ -163,3 +163,101 @@ def test_nan_is_never_drawn_and_a_row_of_nan_gives_a_token_of_the_vocabulary() -
     assert tokens[0] == 0
     assert tokens[1] % 2 == 1
     assert ((tokens >= 0) & (tokens < 2500)).all()
+
+
+NAN, INF = float("nan"), float("inf")
+POISON = {
+    "one NaN": lambda row: row.index_fill_(0, torch.tensor([17]), NAN),
+    "one inf": lambda row: row.index_fill_(0, torch.tensor([17]), INF),
+    "one -inf": lambda row: row.index_fill_(0, torch.tensor([17]), NEG_INF),
+    "NaN, inf and -inf": lambda row: row.index_copy_(0, torch.tensor([0, 17, 99]), torch.tensor([NAN, INF, NEG_INF])),
+    "all but one NaN": lambda row: row.index_fill_(0, torch.arange(1, 200), NAN),
+    "all NaN": lambda row: row.fill_(NAN),
+    "all inf": lambda row: row.fill_(INF),
+    "all -inf": lambda row: row.fill_(NEG_INF),
+    "the largest finite and the least": lambda row: row.index_copy_(0, torch.tensor([3, 4]), torch.tensor([3.4e38, -3.4e38])),
+}
+
+
+def _filter_all(logits: torch.Tensor) -> list[torch.Tensor]:
+    """Rows of every filter; the first and the last row of `make_poisoned` are healthy in all of them."""
+    rows = [(0.8, 20, 0.9, 0.01), (1.0, 0, 0.5, 0.0), (1e-38, 0, 0.9, 0.0), (3e38, 5, 0.9, 0.5), (0.7, 0, 1.0, 0.3)]
+    results = []
+    for row in rows:
+        copy = logits.clone()
+        results.append(top_k_top_p(copy, **filters(*[row] * len(logits))))
+    return results
+
+
+def _draw(logits: torch.Tensor) -> list[torch.Tensor]:
+    count = len(logits)
+    seeds, indices = torch.arange(count), torch.zeros(count, dtype=torch.int64)
+    return [
+        gumbel_argmax(logits.clone(), temperature=torch.full((count,), temperature), seeds=seeds, indices=indices)
+        for temperature in (0.0, 0.7, 3e38)
+    ]
+
+
+def _penalize(logits: torch.Tensor) -> list[torch.Tensor]:
+    count, vocab = logits.shape
+    torch.manual_seed(3)
+    state = {
+        "prompt_mask": (torch.rand(count, vocab) < 0.1).to(torch.int8),
+        "output_counts": torch.randint(0, 3, (count, vocab), dtype=torch.int32),
+        "idx_mapping": torch.arange(count, dtype=torch.int32),
+        "repetition": torch.full((count,), 1.3),
+        "frequency": torch.full((count,), 0.2),
+        "presence": torch.full((count,), 0.5),
+    }
+    return [apply_penalties(logits.clone(), **state)]
+
+
+def _logprobs(logits: torch.Tensor) -> list[torch.Tensor]:
+    ids = torch.tensor([[17, 3, 99, 0]]).repeat(len(logits), 1)
+    logprobs, ranks = token_logprobs(logits.clone(), ids)
+    expected, expected_ranks = token_logprobs_ref(logits.double(), ids)
+    torch.testing.assert_close(logprobs.double(), expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(ranks, expected_ranks)
+    return [logprobs, ranks]
+
+
+SAMPLING_KERNELS = {"top_k_top_p": _filter_all, "gumbel_argmax": _draw, "apply_penalties": _penalize, "token_logprobs": _logprobs}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("poison", POISON)
+@pytest.mark.parametrize("kernel", SAMPLING_KERNELS)
+def test_what_is_no_logit_ends_and_leaves_healthy_rows_as_they_are(kernel: str, poison: str) -> None:
+    run = SAMPLING_KERNELS[kernel]
+    healthy = make_logits(3, 200)
+    poisoned = healthy.clone()
+    POISON[poison](poisoned[1])
+    for with_poison, without in zip(run(poisoned), run(healthy), strict=True):
+        assert torch.equal(with_poison[0], without[0])
+        assert torch.equal(with_poison[2], without[2])
+        if with_poison.dim() == 1:  # tokens, ranks
+            assert 0 <= int(with_poison[1]) <= 200
+
+
+@pytest.mark.parametrize("poison", ["one NaN", "one inf", "NaN, inf and -inf"])
+def test_filters_and_draws_see_minus_infinity_where_there_is_no_logit(poison: str) -> None:
+    logits = make_logits(2, 200)
+    clean = logits.clone()
+    POISON[poison](logits[1])
+    clean[1][~(logits[1] < INF)] = NEG_INF
+    clean[1][logits[1] == NEG_INF] = NEG_INF
+    parameters = filters((1.0, 0, 1.0, 0.0), (0.9, 30, 0.8, 0.001))
+    kept, expected = top_k_top_p(logits, **parameters), top_k_top_p_ref(clean, **parameters)
+    assert torch.equal(kept[1].isfinite(), expected[1].isfinite())
+    draw = {"temperature": torch.tensor([0.0, 1.0]), "seeds": torch.arange(2), "indices": int32(0, 0)}
+    assert torch.equal(gumbel_argmax(kept, **draw), gumbel_argmax_ref(expected, **draw))
+
+
+def test_the_search_for_a_threshold_needs_no_more_passes_than_it_has() -> None:
+    """The widest interval of float32's ordered bits, always left in its largest part."""
+    width, passes = 2 * 0x7F800001, 0
+    while width > 1:
+        step = max(width // 4, 1)
+        width = max(step, width - 3 * step)
+        passes += 1
+    assert passes <= 18
