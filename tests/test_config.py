@@ -104,4 +104,4 @@ def test_choices_come_from_the_type() -> None:
     assert choices["max_model_len"] == ("auto",), "a word beside the numbers"
     for name, words in choices.items():
         for word in words:
-            assert getattr(EngineConfig(**{name: word}), name) == word
+            assert getattr(EngineConfig.from_options("smollm2", {name: word}), name) == word

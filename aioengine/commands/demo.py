@@ -12,7 +12,7 @@ from aioengine.commands.demo_view import DemoView, LiveView, PlainView
 from aioengine.commands.runtime import run, started_engine
 from aioengine.config import EngineConfig
 from aioengine.engine.async_engine import AsyncEngine
-from aioengine.engine.publishing import PublishOptions
+from aioengine.engine.publish_options import PublishOptions
 from aioengine.events.bus import Subscription
 from aioengine.events.step_event import Event, StepEvent
 from aioengine.outputs import RequestOutput

@@ -9,7 +9,7 @@ from typing import TextIO
 
 from aioengine.commands.runtime import describe, describe_guesses, for_output, run, started_engine
 from aioengine.config import EngineConfig
-from aioengine.engine.publishing import PublishOptions
+from aioengine.engine.publish_options import PublishOptions
 from aioengine.errors import AioEngineError
 from aioengine.outputs import RequestOutput
 from aioengine.sampling_params import SamplingParams

@@ -17,7 +17,7 @@ from aioengine.errors import InvalidRequestError
 from aioengine.sampling_params import RepetitionDetectionParams, SamplingParams
 
 if TYPE_CHECKING:
-    from aioengine.engine.publishing import PublishOptions
+    from aioengine.engine.publish_options import PublishOptions
 
 # Of the engine that `aioengine top --demo` starts: small enough that chunks, full budgets and preemptions are seen.
 DEMO_SETTINGS = {"num_kv_cache_blocks": 129, "max_num_batched_tokens": 128, "max_num_seqs": 16}
@@ -179,7 +179,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 def publish_options(args: argparse.Namespace) -> PublishOptions:
     """Raises ConfigError for an option that would do nothing."""
-    from aioengine.engine.publishing import PublishOptions
+    from aioengine.engine.publish_options import PublishOptions
     from aioengine.errors import ConfigError
 
     if args.events is None and (args.events_token is not None or args.allow_events_control):

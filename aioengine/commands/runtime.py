@@ -17,7 +17,7 @@ from aioengine.commands.termination import Termination, drained_on_sigterm, leav
 from aioengine.config import EngineConfig
 from aioengine.core.scheduler_output import SchedulerStats
 from aioengine.engine.async_engine import AsyncEngine
-from aioengine.engine.publishing import PublishOptions
+from aioengine.engine.publish_options import PublishOptions
 from aioengine.outputs import RequestOutput
 from aioengine.printable import PROSE, printable
 

@@ -26,7 +26,7 @@ from aioengine.engine.outputs.output_collector import OutputCollector
 from aioengine.engine.outputs.output_stream import OutputStream
 from aioengine.engine.parts import EngineParts
 from aioengine.engine.processed_input import ProcessedInput
-from aioengine.engine.publishing import PublishOptions
+from aioengine.engine.publish_options import PublishOptions
 from aioengine.errors import AioEngineError, ConfigError, InvalidRequestError
 from aioengine.events.bus import DEFAULT_MAXLEN, StepBus, Subscription
 from aioengine.events.step_event import EngineSnapshot

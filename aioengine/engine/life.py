@@ -16,7 +16,8 @@ from aioengine.engine.loop.executor_shutdown import shut_down_executor, shut_dow
 from aioengine.engine.outputs.deadline import check_seconds
 from aioengine.engine.outputs.detokenizer import TextTokenizer
 from aioengine.engine.parts import EngineParts
-from aioengine.engine.publishing import Publisher, PublishOptions
+from aioengine.engine.publish_options import PublishOptions
+from aioengine.engine.publishing import Publisher
 from aioengine.engine.startup import build_parts, find_setup, load_model, setup_for_executor
 from aioengine.errors import AioEngineError, ConfigError, EngineDeadError, StepTimeoutError
 from aioengine.events.bus import StepBus
