@@ -93,8 +93,8 @@ class Gauges:
     num_shared_blocks: int
     num_total_blocks: int
     prefix_hit_rate: float | None  # 0..1, of the tokens that the last 1000 requests looked up
-    acceptance_rate: float | None  # 0..1, of all guesses that were checked since the engine started
-    num_draft_tokens: int  # those guesses
+    acceptance_rate: float | None  # 0..1, of all draft tokens that were checked since the engine started
+    num_draft_tokens: int  # those draft tokens
     ttft_p50: float | None  # seconds, of the last minute
     ttft_p95: float | None
     itl_p50: float | None
@@ -145,20 +145,20 @@ class DashboardState:
         """Fold one item of the stream. Never raises because of what a lossy stream left out."""
         match item:
             case StepEvent():
-                self._take_time(item.time)
+                self._note_time(item.time)
                 fold_step(self, item)
             case StepResultEvent():
-                self._take_time(item.time)
+                self._note_time(item.time)
                 fold_result(self, item)
             case EngineSnapshot():
-                self._take_time(item.time)
+                self._note_time(item.time)
                 fold_snapshot(self, item)
             case WireHeader():
-                self._take_header(item)
+                self._note_header(item)
             case Gap():
                 self.note_gap(item.num_dropped, item.reason)
             case SourceStatus():
-                self._take_status(item)
+                self._note_status(item)
             case Restored():
                 self._become(item.state)
             case CopyWanted():
@@ -168,12 +168,12 @@ class DashboardState:
         """Let the engine's clock move on without events. It never goes back."""
         self.now = max(self.now, now)
 
-    def _take_time(self, time: float) -> None:
+    def _note_time(self, time: float) -> None:
         self.num_events += 1
         self.last_event_time = time
         self.now = max(self.now, time)
 
-    def _take_header(self, header: WireHeader) -> None:
+    def _note_header(self, header: WireHeader) -> None:
         if self.header is not None and header.perf_counter != self.header.perf_counter:
             # Another engine answers at this address: nothing of the old one is true any more.
             status, log = self.status, self.log
@@ -183,7 +183,7 @@ class DashboardState:
         self.header = header
         self.now = max(self.now, header.perf_counter)
 
-    def _take_status(self, status: SourceStatus) -> None:
+    def _note_status(self, status: SourceStatus) -> None:
         if status.state != self.status.state and status.state in ("lost", "ended"):
             self.log.add(self.now, None, "stream", None, f"{status.state}: {status.detail}" if status.detail else status.state)
         self.status = status

@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from aioengine.events.step_event import StepResultEvent
-from aioengine_tui.model.lifecycle import note_arrival, note_block_changes, note_cleaned_up, note_finished, take_gauges
+from aioengine_tui.model.lifecycle import fold_gauges, note_arrival, note_block_changes, note_cleaned_up, note_finished
 from aioengine_tui.model.rows import Lanes, RequestRow
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ def fold_result(state: DashboardState, event: StepResultEvent) -> None:
     state.num_in_flight = event.queue_depth
     for arrival in event.added:
         note_arrival(state, arrival)
-    _take_tokens(state, event)
+    _fold_tokens(state, event)
     for request_id, text in event.new_text.items():
         if (row := state.requests.get(request_id)) is not None:
             row.add_text(text)
@@ -26,12 +26,12 @@ def fold_result(state: DashboardState, event: StepResultEvent) -> None:
     note_cleaned_up(state, time=event.time, step_id=event.step_id)
     # What changes now shows beside the step that was scheduled last: that is the present.
     note_block_changes(state, event.block_changes, time=event.time, step_id=state.last_step_id or event.step_id)
-    take_gauges(state, event.stats, time=event.time)
+    fold_gauges(state, event.stats, time=event.time)
     _measure_overlap(state, event)
     _complete_record(state, event)
 
 
-def _take_tokens(state: DashboardState, event: StepResultEvent) -> None:
+def _fold_tokens(state: DashboardState, event: StepResultEvent) -> None:
     rows, time = state.requests, event.time
     num_tokens = 0
     gaps: dict[float, int] = {}  # time of the previous token -> tokens that followed it: nearly all rows share one
@@ -46,7 +46,7 @@ def _take_tokens(state: DashboardState, event: StepResultEvent) -> None:
         elif row.num_output_tokens == 0:
             _note_first_token(state, row, event)
         row.num_output_tokens += num_new
-        if event.num_draft_tokens:  # what was computed for wrong guesses does not count; no step behind this one is in flight
+        if event.num_draft_tokens:  # what was computed for rejected draft tokens does not count; no step behind this one is in flight
             row.num_computed_tokens = min(row.num_computed_tokens, row.num_tokens - 1)
         row.last_token_time = time
     state.totals.num_output_tokens += num_tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from aioengine.events.step_event import EngineSnapshot, RequestSnapshot
-from aioengine_tui.model.lifecycle import find_or_make_row, note_unseen_end, take_gauges
+from aioengine_tui.model.lifecycle import find_or_make_row, fold_gauges, note_unseen_end
 from aioengine_tui.model.rows import RequestRow, RequestState
 
 if TYPE_CHECKING:
@@ -19,10 +19,10 @@ def fold_snapshot(state: DashboardState, snapshot: EngineSnapshot) -> None:
     state.out_of_sync = False
     state.last_step_id = max(state.last_step_id, snapshot.step_id)
     state.num_in_flight = snapshot.num_in_flight
-    _take_paused(state, snapshot)
+    _fold_paused(state, snapshot)
     for request in snapshot.requests:
-        _take_request(state, request, snapshot, in_sync=not was_out_of_sync)
-    _take_lingering(state, snapshot)
+        _fold_request(state, request, snapshot, in_sync=not was_out_of_sync)
+    _fold_lingering(state, snapshot)
     known = {request.request_id for request in snapshot.requests} | snapshot.lingering.keys()
     for row in [row for row in state.requests.values() if row.request_id not in known]:
         note_unseen_end(state, row, time=snapshot.time, step_id=snapshot.step_id)
@@ -32,7 +32,7 @@ def fold_snapshot(state: DashboardState, snapshot: EngineSnapshot) -> None:
         tables=((request.request_id, request.block_ids) for request in snapshot.requests),
         cached=dict(zip(snapshot.cached_block_ids, hashes, strict=False)),
     )
-    take_gauges(state, snapshot.stats, time=snapshot.time)
+    fold_gauges(state, snapshot.stats, time=snapshot.time)
     if is_first and snapshot.step_id:
         text = f"this begins with a snapshot after step {snapshot.step_id}: what was before is not known"
         state.log.add(snapshot.time, snapshot.step_id, "stream", None, text)
@@ -40,14 +40,14 @@ def fold_snapshot(state: DashboardState, snapshot: EngineSnapshot) -> None:
         state.log.add(snapshot.time, snapshot.step_id, "stream", None, "in step with the engine again, by a snapshot")
 
 
-def _take_paused(state: DashboardState, snapshot: EngineSnapshot) -> None:
+def _fold_paused(state: DashboardState, snapshot: EngineSnapshot) -> None:
     if snapshot.paused != state.paused:
         state.paused = snapshot.paused
         text = "the engine is paused: no further step is scheduled" if snapshot.paused else "the engine goes on"
         state.log.add(snapshot.time, snapshot.step_id, "engine", None, text)
 
 
-def _take_request(state: DashboardState, request: RequestSnapshot, snapshot: EngineSnapshot, *, in_sync: bool) -> None:
+def _fold_request(state: DashboardState, request: RequestSnapshot, snapshot: EngineSnapshot, *, in_sync: bool) -> None:
     row = state.requests.get(request.request_id)
     was_followed = in_sync and row is not None and row.is_live
     if row is None or not row.is_live:
@@ -71,10 +71,10 @@ def _take_request(state: DashboardState, request: RequestSnapshot, snapshot: Eng
     if row.last_step_id == 0 and request.num_cached_tokens >= 0:
         row.last_step_id = snapshot.step_id  # it has been scheduled, so the worker knows it; when, is not told
     if not was_followed:
-        _guess_recomputing(row)
+        _estimate_recomputing(row)
 
 
-def _guess_recomputing(row: RequestRow) -> None:
+def _estimate_recomputing(row: RequestRow) -> None:
     """No token is sampled while old ones are computed again, so all that are known are old ones.
 
     Just one missing is what decoding looks like with no step in flight: the latest token goes through the model next.
@@ -85,7 +85,7 @@ def _guess_recomputing(row: RequestRow) -> None:
         row.recompute_until = 0
 
 
-def _take_lingering(state: DashboardState, snapshot: EngineSnapshot) -> None:
+def _fold_lingering(state: DashboardState, snapshot: EngineSnapshot) -> None:
     """Requests that ended, and that the worker still has to forget."""
     for request_id, told_in_step in snapshot.lingering.items():
         row = state.requests.get(request_id)

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 from aioengine.core.scheduler_output import NewRequestData, SchedulerOutput
 from aioengine.events.step_event import StepEvent
 from aioengine_tui.model.lifecycle import (
+    assign_blocks,
     find_or_make_row,
+    fold_gauges,
     name_some,
     note_arrival,
     note_block_changes,
@@ -15,8 +17,6 @@ from aioengine_tui.model.lifecycle import (
     note_told,
     plural,
     release_blocks,
-    take_blocks,
-    take_gauges,
 )
 from aioengine_tui.model.rows import Lanes, RequestRow, Share, ShareKind, StepRecord
 
@@ -43,7 +43,7 @@ def fold_step(state: DashboardState, event: StepEvent) -> None:
     finished_ids = tuple(sorted(output.finished_req_ids))
     note_told(state, finished_ids, time=event.time, step_id=step_id)
     note_block_changes(state, event.block_changes, time=event.time, step_id=step_id)
-    take_gauges(state, event.stats, time=event.time)
+    fold_gauges(state, event.stats, time=event.time)
     _measure(state, event, shares)
     state.steps.append(_make_record(event, shares, finished_ids))
 
@@ -114,7 +114,7 @@ def _fold_cached(state: DashboardState, event: StepEvent) -> list[Share]:
         if cached.resumed_req_ids and req_id in cached.resumed_req_ids:
             _resume(state, row, event, index)
         elif (added := cached.new_block_ids[index]) is not None:
-            take_blocks(state, row, added[0], replace=False)
+            assign_blocks(state, row, added[0], replace=False)
         num_tokens, start = num_scheduled.get(req_id, 0), starts[index]
         end = start + num_tokens
         if start < row.recompute_until:
@@ -140,7 +140,7 @@ def _resume(state: DashboardState, row: RequestRow, event: StepEvent, index: int
     row.state = "running"
     row.recompute_until = len(cached.all_token_ids.get(row.request_id, ())) or row.num_tokens
     added = cached.new_block_ids[index]
-    take_blocks(state, row, list(added[0]) if added is not None else [], replace=True)
+    assign_blocks(state, row, list(added[0]) if added is not None else [], replace=True)
     start = cached.num_computed_tokens[index]
     text = f"{start} of {row.recompute_until} tokens found in the prefix cache, {plural(len(row.block_ids), 'block')}"
     row.add_milestone(event.time, event.step_id, "resumed", text)
@@ -157,7 +157,7 @@ def _admit(state: DashboardState, new: NewRequestData, event: StepEvent) -> Shar
     row.num_computed_tokens = start + num_tokens
     row.sampling_params = new.sampling_params
     row.max_tokens = row.max_tokens or new.sampling_params.max_tokens or 0
-    take_blocks(state, row, list(new.block_ids[0]), replace=True)
+    assign_blocks(state, row, list(new.block_ids[0]), replace=True)
     row.last_step_id, row.last_step_tokens = event.step_id, num_tokens
     kind = row.last_step_kind = "prefill" if start + num_tokens >= num_prompt else "chunk"
     text = f"{start} of {num_prompt} prompt tokens from the prefix cache, {num_tokens} scheduled, {plural(len(row.block_ids), 'block')}"

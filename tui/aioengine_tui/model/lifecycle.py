@@ -155,7 +155,7 @@ def release_blocks(state: DashboardState, row: RequestRow, *, step_id: int) -> i
     return num_blocks
 
 
-def take_blocks(state: DashboardState, row: RequestRow, block_ids: list[int], *, replace: bool) -> None:
+def assign_blocks(state: DashboardState, row: RequestRow, block_ids: list[int], *, replace: bool) -> None:
     """More blocks for a request, or another table."""
     if replace and row.block_ids:
         state.blocks.remove_owner(row.request_id, row.block_ids, step_id=state.last_step_id)
@@ -177,7 +177,7 @@ def note_block_changes(state: DashboardState, changes: BlockChanges, *, time: fl
         state.blocks.note_changes(step_id=step_id, allocated=changes.allocated, released=changes.freed)
 
 
-def take_gauges(state: DashboardState, stats: SchedulerStats, *, time: float) -> None:
+def fold_gauges(state: DashboardState, stats: SchedulerStats, *, time: float) -> None:
     """Absolute numbers, which every event carries. They also end rows that a lossy stream left behind."""
     before, state.stats = state.stats, stats
     state.blocks.resize(stats.num_total_blocks)
