@@ -7,16 +7,6 @@ from pathlib import Path
 
 from tests.test_import_direction import modules
 
-# What is left, each with the modules that import each other. The list only gets shorter.
-KNOWN_CIRCLES: tuple[frozenset[str], ...] = (
-    frozenset({"aioengine.core.invariants", "aioengine.core.scheduler"}),
-    frozenset({"aioengine.engine.async_engine", "aioengine.engine.event_control"}),
-    frozenset({"aioengine.layers.linear", "aioengine.layers.weight_format"}),
-    frozenset({"aioengine.models.convert", "aioengine.models.tokenizer", "aioengine.models.tokenizer_files"}),
-    frozenset({"aioengine.worker.device", "aioengine.worker.device_pipeline", "aioengine.worker.input_batch", "aioengine.worker.pipeline"}),
-    frozenset({"aioengine_bench.kernel_cases", "aioengine_bench.native_kernels"}),
-)
-
 Graph = dict[str, set[str]]
 
 
@@ -57,14 +47,7 @@ def _reachable(graph: Graph, start: str) -> set[str]:
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
-    new = [sorted(circle) for circle in circles(import_graph()) if not any(circle <= known for known in KNOWN_CIRCLES)]
-    assert not new, f"import circles: {new}"
-
-
-def test_a_circle_that_is_gone_is_taken_off_the_list() -> None:
-    found = circles(import_graph())
-    gone = [sorted(known) for known in KNOWN_CIRCLES if known not in found]
-    assert not gone, f"KNOWN_CIRCLES still lists, in whole or in part: {gone}"
+    assert circles(import_graph()) == []
 
 
 def test_circles_are_found_however_long_and_a_plain_hierarchy_has_none() -> None:

@@ -153,13 +153,13 @@ class Soak:
 
     async def _settle(self) -> None:
         """Nothing may be left of the round."""
-        report, core = self.report, self._engine._core
-        assert core is not None
+        report, parts = self.report, self._engine._life.started()
+        core = parts.core
         try:
             await asyncio.wait_for(core.wait_until_idle(), _QUIET_S)
             self._engine.check_health()
             check_idle(core.scheduler)
-            if self._engine._output is None or self._engine._output.num_live:
+            if parts.output.num_live:
                 report.violations.append("streams are left over")
         except (AssertionError, TimeoutError) as exc:
             report.violations.append(f"after a round: {type(exc).__name__}: {exc}")

@@ -165,8 +165,8 @@ async def run(path: Path, weights: Any) -> Run:
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=20, prompt_logprobs=20)
     async with AsyncEngine(str(path), weights=weights, max_num_seqs=len(PROMPTS), check_invariants=True) as engine:
         outputs = await engine.generate_batch(PROMPTS, params, progress=False)
-        assert engine._executor is not None
-        (loaded,) = await asyncio.wrap_future(engine._executor.collective_rpc(look_at))
+        assert engine._life.executor is not None
+        (loaded,) = await asyncio.wrap_future(engine._life.executor.collective_rpc(look_at))
         return Run(outputs, engine.model_info.is_quantized, loaded)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from aioengine import AsyncEngine, SamplingParams, StructuredOutputsParams
-from aioengine.engine import core_events, engine_snapshot
+from aioengine.engine.loop import core_events, engine_snapshot
 from aioengine.errors import AioEngineError, InvalidRequestError
 from aioengine.events import server as server_module
 from aioengine.events import wire
@@ -92,13 +92,13 @@ async def test_a_schema_of_a_users_own_objects_is_recorded(start_rig: Any, tmp_p
     path = tmp_path / "steps.jsonl"
     schema: Any = {1: {"enum": [2**70, object()]}, "\ud800": {"a"}}
     async with start_rig(record=path) as rig:
-        scheduler = rig.engine._core.scheduler
+        scheduler = rig.engine._life.started().core.scheduler
         rig.engine.pause()
         task = asyncio.create_task(run_to_end(rig.engine, [1, 2, 3], SamplingParams(max_tokens=2), request_id="odd"))
         await asyncio.sleep(0.02)
         unchecked = build_unchecked(StructuredOutputsParams, {"json": schema})  # today's door takes no such schema
         object.__setattr__(scheduler.requests["odd"].sampling_params, "structured_outputs", unchecked)
-        rig.engine._core._publish_snapshot()
+        rig.engine._life.started().core._publish_snapshot()
         object.__setattr__(scheduler.requests["odd"].sampling_params, "structured_outputs", None)
         rig.engine.resume()
         assert await task == "length"
@@ -154,14 +154,14 @@ async def test_text_of_one_request_that_fails_is_missing_in_a_snapshot_and_nothi
         rig.engine.pause()
         tasks = [asyncio.create_task(run_to_end(rig.engine, name, request_id=name)) for name in ("good", "bad\x1b")]
         await asyncio.sleep(0.02)
-        text_of = rig.engine._output.text_of
+        text_of = rig.engine._life.started().output.text_of
 
         def fail(request_id: str) -> tuple[str | None, str | None]:
             if request_id == "good":
                 return text_of(request_id)  # type: ignore[no-any-return]
             raise RuntimeError("no text\x1b[2J")
 
-        monkeypatch.setattr(rig.engine._output, "text_of", fail)
+        monkeypatch.setattr(rig.engine._life.started().output, "text_of", fail)
         snapshot = rig.engine.snapshot()
         assert {request.request_id: request.prompt for request in snapshot.requests} == {"good": "good", "bad\x1b": None}
         assert "is missing in a snapshot" in caplog.text

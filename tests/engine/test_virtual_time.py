@@ -13,8 +13,11 @@ from aioengine.testing import FakeExecutor, FakeTokenizer, in_virtual_time
 OPTIONS = {"max_num_seqs": 4, "block_size": 4, "check_invariants": True, "seed": 0}
 
 
-def make_engine(**executor_options: float) -> AsyncEngine:
-    executor = FakeExecutor(num_blocks=65, block_size=4, in_loop=True, **executor_options)  # type: ignore[arg-type]
+def make_executor(*, forward_s: float = 0.0) -> FakeExecutor:
+    return FakeExecutor(num_blocks=65, block_size=4, in_loop=True, forward_s=forward_s)
+
+
+def make_engine(executor: FakeExecutor) -> AsyncEngine:
     return AsyncEngine(executor=executor, tokenizer=FakeTokenizer(), **OPTIONS)  # type: ignore[arg-type]
 
 
@@ -44,7 +47,7 @@ async def test_a_thread_is_waited_for() -> None:
 @in_virtual_time
 async def test_steps_take_the_time_that_they_should() -> None:
     loop = asyncio.get_running_loop()
-    async with make_engine(forward_s=0.25) as engine:
+    async with make_engine(make_executor(forward_s=0.25)) as engine:
         start = loop.time()
         (output,) = await engine.generate_batch([[1, 2, 3]], SamplingParams(max_tokens=8, ignore_eos=True), progress=False)
         assert len(output.token_ids) == 8
@@ -53,7 +56,7 @@ async def test_steps_take_the_time_that_they_should() -> None:
 
 @in_virtual_time
 async def test_a_timeout_ends_a_request_after_so_many_steps() -> None:
-    async with make_engine(forward_s=1.0) as engine:
+    async with make_engine(make_executor(forward_s=1.0)) as engine:
         with pytest.raises(RequestTimeoutError, match=r"timed out after 10.5 s, with 10 output tokens"):
             async for _ in engine.generate([1, 2], SamplingParams(max_tokens=50, ignore_eos=True), timeout=10.5):
                 pass
@@ -61,10 +64,9 @@ async def test_a_timeout_ends_a_request_after_so_many_steps() -> None:
 
 @in_virtual_time
 async def test_a_step_that_fails_ends_the_engine_as_in_a_thread() -> None:
-    engine = make_engine()
+    executor = make_executor()
+    engine = make_engine(executor)
     await engine.start()
-    executor = engine._executor
-    assert isinstance(executor, FakeExecutor)
     executor.fail_at(3)
     with pytest.raises(EngineDeadError, match="injected failure in step 3"):
         await engine.generate_batch([[1, 2]], SamplingParams(max_tokens=8, ignore_eos=True), progress=False)
@@ -80,7 +82,8 @@ def test_a_hanging_step_needs_a_thread() -> None:
 def test_the_same_run_gives_the_same_steps() -> None:
     @in_virtual_time
     async def steps() -> list[dict[str, int]]:
-        async with make_engine(forward_s=0.01) as engine:
+        executor = make_executor(forward_s=0.01)
+        async with make_engine(executor) as engine:
 
             async def one(index: int) -> None:
                 await asyncio.sleep(index * 0.013)
@@ -88,8 +91,6 @@ def test_the_same_run_gives_the_same_steps() -> None:
                     pass
 
             await asyncio.gather(*(one(index) for index in range(8)))
-            executor = engine._executor
-            assert isinstance(executor, FakeExecutor)
             return [output.num_scheduled_tokens for output in executor.outputs]
 
     first = steps()

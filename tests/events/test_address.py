@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from aioengine import AsyncEngine
-from aioengine.engine.publishing import PublishOptions
+from aioengine.engine.publish_options import PublishOptions
 from aioengine.errors import ConfigError
 from aioengine.events.server import EventServer
 from aioengine.testing import FakeExecutor, FakeTokenizer

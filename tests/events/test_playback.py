@@ -239,7 +239,7 @@ def test_playing_folds_nothing_and_takes_copies_for_going_back(path: Path, monke
 
 
 def test_a_far_seek_begins_at_a_snapshot(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioengine.engine.core_events.SNAPSHOT_INTERVAL", 10)
+    monkeypatch.setattr("aioengine.engine.loop.core_events.SNAPSHOT_INTERVAL", 10)
     monkeypatch.setattr("aioengine.events.recording.cursor._MAX_FOLDED", 40)
     make_run(num_requests=60, record=tmp_path / "run.jsonl")
     events = read_recording(tmp_path / "run.jsonl").events

@@ -265,7 +265,7 @@ async def test_a_viewer_that_is_killed_or_stopped_does_not_hold_the_engine(path:
         viewer = await asyncio.to_thread(start_viewer, path)
         try:
             await until(lambda: engine.bus.has_observers)
-            server = engine._publisher._server
+            server = engine._life.publisher._server
             assert server is not None
             running = asyncio.create_task(generate(engine, max_tokens=600))
             await asyncio.sleep(0.1)
@@ -366,7 +366,7 @@ async def test_a_flood_of_commands_is_slowed_down(path: Path) -> None:
 
 async def test_there_is_a_limit_to_the_number_of_viewers(path: Path) -> None:
     async with make_engine(path) as engine:
-        server = engine._publisher._server
+        server = engine._life.publisher._server
         assert server is not None
         connections = [await asyncio.open_unix_connection(path) for _ in range(server_module.MAX_VIEWERS)]
         await until(lambda: server.num_viewers == server_module.MAX_VIEWERS)

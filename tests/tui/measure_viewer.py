@@ -27,7 +27,7 @@ from typing import Any
 from aioengine.config import CacheConfig, SchedulerConfig
 from aioengine.core.scheduler import Scheduler
 from aioengine.core.scheduler_output import SchedulerOutput
-from aioengine.engine.engine_snapshot import build_snapshot
+from aioengine.engine.loop.engine_snapshot import build_snapshot
 from aioengine.events.bus import StepBus
 from aioengine.events.recording.writer import StepRecorder
 from aioengine.events.server import EventServer
