@@ -35,8 +35,8 @@ if "--rehearse" in sys.argv:
 import torch  # noqa: E402
 
 from aioengine.worker.device import InterpreterDevice  # noqa: E402
-from aioengine_bench.gpu_bandwidth import AttentionSpeed, attention_speed, copy_bandwidth  # noqa: E402
-from aioengine_bench.gpu_engine import (  # noqa: E402
+from gpu_checks.bandwidth import AttentionSpeed, attention_speed, copy_bandwidth  # noqa: E402
+from gpu_checks.engine import (  # noqa: E402
     CHECKED,
     LLAMA_3_8B,
     QWEN3_0_6B,
@@ -49,8 +49,8 @@ from aioengine_bench.gpu_engine import (  # noqa: E402
     logit_gap,
     random_prompts,
 )
-from aioengine_bench.gpu_kernels import KernelCheck, Sizes, check_kernels  # noqa: E402
-from aioengine_bench.gpu_serving import ServingCheck, ServingSizes, check_long_runs, check_serving  # noqa: E402
+from gpu_checks.kernels import KernelCheck, Sizes, check_kernels  # noqa: E402
+from gpu_checks.serving import ServingCheck, ServingSizes, check_long_runs, check_serving  # noqa: E402
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ def doctor() -> bool:
     """Print one line a finding; True if the fast paths of this machine are all there."""
     import torch
 
+    from aioengine.checkpoint.cache import cache_folder
     from aioengine.config import default_kv_cache_bytes
     from aioengine.engine.startup import free_memory_bytes
-    from aioengine.models.hub import cache_folder
     from aioengine_kernels import cpu
 
     print(f"{'python':<14}{platform.python_version()} on {platform.system()} {platform.machine()}, {os.cpu_count()} cores")

@@ -1,4 +1,4 @@
-"""What a viewer may do to an engine: `aioengine.events.protocol.EngineControl` over an `AsyncEngine`."""
+"""What a viewer may do to an engine: `aioengine.events.sources.base.EngineControl` over an `AsyncEngine`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import weakref
 from typing import Protocol
 
 from aioengine.errors import AioEngineError
-from aioengine.events.protocol import ControlError
+from aioengine.events.sources.base import ControlError
 from aioengine.sampling_params import SamplingParams
 
 

@@ -21,7 +21,7 @@ from aioengine.engine.publishing import Publisher
 from aioengine.engine.startup import build_parts, find_setup, load_model, setup_for_executor
 from aioengine.errors import AioEngineError, ConfigError, EngineDeadError, StepTimeoutError
 from aioengine.events.bus import StepBus
-from aioengine.events.protocol import EngineControl
+from aioengine.events.sources.base import EngineControl
 from aioengine.executor.base import Executor
 from aioengine.printable import get_logger
 

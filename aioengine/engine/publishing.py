@@ -8,10 +8,10 @@ from typing import Any
 
 from aioengine.engine.publish_options import PublishOptions
 from aioengine.events.bus import StepBus
-from aioengine.events.protocol import EngineControl
-from aioengine.events.recorder import StepRecorder
-from aioengine.events.recording_file import RecordingFile
+from aioengine.events.recording.locked_file import RecordingFile
+from aioengine.events.recording.writer import StepRecorder
 from aioengine.events.server import EventServer
+from aioengine.events.sources.base import EngineControl
 from aioengine.events.step_event import EngineSnapshot
 from aioengine.events.wire import WireHeader
 

@@ -24,7 +24,7 @@ from aioengine.executor.base import Executor
 from aioengine.structured_output.manager import StructuredOutputManager
 
 if TYPE_CHECKING:
-    from aioengine.models.files import ModelFiles
+    from aioengine.checkpoint.files import ModelFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +124,9 @@ def _find_model(config: EngineConfig, *, needs_tokenizer: bool) -> tuple[ModelFi
     # Read when torch loads OpenMP; a program that has imported torch before sets it itself. Threads that spin at the end
     # of each operation take the core from the event loop, and from whatever else runs: a third of the speed was left.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    from aioengine.models.files import read_model_info
-    from aioengine.models.hub import resolve_model
-    from aioengine.models.tokenizer import load_tokenizer
-    from aioengine.models.tokenizer_files import has_tokenizer
+    from aioengine.checkpoint.tokenizer import load_tokenizer
+    from aioengine.checkpoint.tokenizer_files import has_tokenizer
+    from aioengine.models.info import read_model_info, resolve_model
 
     files = resolve_model(config.model)
     folder = files.folder

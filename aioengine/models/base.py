@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from aioengine.attention.base import AttentionBackend
-from aioengine.layers.weight_format import StoredTensor
+from aioengine.checkpoint.stored_tensor import StoredTensor
 from aioengine.models.config import DecoderConfig
 
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
+from aioengine.checkpoint.safetensors import SafetensorsTensor
+from aioengine.checkpoint.stored_tensor import PackedRows, StoredTensor, Zeros
 from aioengine.errors import ModelError
-from aioengine.layers.weight_format import PackedRows, StoredTensor
 from aioengine.models.config import DecoderConfig
-from aioengine.models.safetensors import SafetensorsTensor
 from aioengine.printable import get_logger
 
 logger = get_logger(__name__)
@@ -51,20 +51,6 @@ class _Renamed:
         return self.stored.read_packed()
 
 
-@dataclass(frozen=True, slots=True)
-class _Zeros:
-    """A bias that the checkpoint leaves out."""
-
-    name: str
-    shape: tuple[int, ...]
-
-    def read_into(self, out: torch.Tensor) -> None:
-        out.zero_()
-
-    def read_packed(self) -> PackedRows | None:
-        return None
-
-
 def settle_tensors(config: DecoderConfig, tensors: Sequence[StoredTensor]) -> tuple[DecoderConfig, list[StoredTensor]]:
     """The tensors that the model is filled with, under its names, and the config with the head as the checkpoint has it.
 
@@ -85,7 +71,7 @@ def settle_tensors(config: DecoderConfig, tensors: Sequence[StoredTensor]) -> tu
         if isinstance(original, SafetensorsTensor):
             original.check()
     config, kept = _settle_head(config, kept)
-    return config, [*kept, *(_Zeros(name, expected_biases[name]) for name in missing)]
+    return config, [*kept, *(Zeros(name, expected_biases[name]) for name in missing)]
 
 
 def _refuse_other_kinds(tensors: Sequence[StoredTensor]) -> None:

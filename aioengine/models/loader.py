@@ -9,19 +9,19 @@ from typing import Literal
 import torch
 
 from aioengine.attention.base import AttentionBackend
+from aioengine.checkpoint.files import ModelFiles
+from aioengine.checkpoint.gguf import open_gguf
+from aioengine.checkpoint.json_file import read_json
+from aioengine.checkpoint.safetensors import open_all_safetensors
+from aioengine.checkpoint.stored_tensor import StoredTensor
 from aioengine.config import ModelInfo
 from aioengine.errors import ConfigError, ModelError
-from aioengine.layers.weight_format import StoredTensor
 from aioengine.models.base import CausalLM
 from aioengine.models.checkpoint_tensors import settle_tensors
 from aioengine.models.config import DecoderConfig
 from aioengine.models.decoder import DecoderForCausalLM
-from aioengine.models.files import ModelFiles
-from aioengine.models.gguf import announce_dense, open_gguf
-from aioengine.models.json_file import read_json
-from aioengine.models.native_decoder import build_native, why_not_native
+from aioengine.models.native_decoder import announce_dense, build_native, why_not_native
 from aioengine.models.registry import find_model_class
-from aioengine.models.safetensors import open_all_safetensors
 from aioengine.models.weights import check_sizes
 from aioengine.printable import get_logger
 

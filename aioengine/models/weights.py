@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
+from aioengine.checkpoint.stored_tensor import StoredTensor
 from aioengine.errors import ModelError
 from aioengine.layers.linear import Linear
-from aioengine.layers.weight_format import StoredTensor
 from aioengine.models.checkpoint_tensors import EMBEDDING, HEAD
 from aioengine.models.config import DecoderConfig
 
@@ -73,7 +73,9 @@ class WeightAssigner:
             parent, _, last = path.rpartition(".")
             if isinstance(module, Linear):
                 sources = [f"{parent}.{part}" for part in self._packed[last]] if last in self._packed else [path]
-                names += [f"{source}.{kind}" for source in sources for kind in (("weight", "bias") if module.has_bias else ("weight",))]
+                names += [
+                    f"{source}.{kind}" for source in sources for kind in (("weight", "bias") if module.bias is not None else ("weight",))
+                ]
             else:
                 names += [f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)]
         return names
@@ -87,14 +89,11 @@ class WeightAssigner:
         parent, _, last = path.rpartition(".")
         fused, index = self._parts.get(last, (last, 0))
         module = self._modules[f"{parent}.{fused}" if parent else fused]
-        if isinstance(module, Linear):
-            self._check_shape(stored, module.part_shape(kind, index))
-            module.load_part(kind, index, stored)
-        else:
-            parameter = getattr(module, kind)
-            assert isinstance(parameter, torch.Tensor)
-            self._check_shape(stored, tuple(parameter.shape))
-            stored.read_into(parameter.data)
+        place = module.part(kind, index) if isinstance(module, Linear) else getattr(module, kind).data
+        assert isinstance(place, torch.Tensor)  # the name is one of those expected
+        if stored.shape != place.shape:
+            raise ModelError(f"tensor {stored.name} has shape {list(stored.shape)}, config.json implies {list(place.shape)}")
+        stored.read_into(place)
         self._missing.discard(stored.name)
 
     def check_complete(self) -> None:
@@ -103,8 +102,3 @@ class WeightAssigner:
             first = sorted(self._missing)[:3]
             more = f" and {len(self._missing) - len(first)} more" if len(self._missing) > len(first) else ""
             raise ModelError(f"the checkpoint lacks {', '.join(first)}{more}")
-
-    @staticmethod
-    def _check_shape(stored: StoredTensor, expected: tuple[int, ...] | None) -> None:
-        if stored.shape != expected:
-            raise ModelError(f"tensor {stored.name} has shape {list(stored.shape)}, config.json implies {list(expected or ())}")

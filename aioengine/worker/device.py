@@ -14,16 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from aioengine.config import CacheConfig, ResolvedConfig, WorkerConfig
+from aioengine.config import CacheConfig, WorkerConfig
 from aioengine.errors import ConfigError
-from aioengine.worker.transfers import CudaTransfers, HostTransfers, Transfers
+from aioengine.worker.pipeline.transfers import CudaTransfers, HostTransfers, Transfers
 
 if TYPE_CHECKING:
-    from aioengine.worker.block_table import BlockTable
     from aioengine.worker.cuda_graphs import CapturedGraph
     from aioengine.worker.memory_profile import Reservation
-    from aioengine.worker.pipeline import StepPipeline
-    from aioengine.worker.request_state import RequestStates
 
 
 _SWITCH_INTERVAL_S = 5e-4
@@ -52,8 +49,8 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def create_pipeline(self, config: ResolvedConfig, *, states: RequestStates, block_table: BlockTable) -> StepPipeline:
-        """How steps are built and sampled here, over the given slot tables."""
+    def create_transfers(self) -> Transfers | None:
+        """How arrays come and go while the device runs behind the host; None where it works on the host's own arrays."""
 
     @abstractmethod
     def to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
@@ -102,17 +99,8 @@ class CpuDevice(Device):
     def kv_cache_memory_bytes(self, cache: CacheConfig, *, run_largest_step: Callable[[], None], reserved: Reservation) -> int:
         return cache.kv_cache_memory_bytes
 
-    def create_pipeline(self, config: ResolvedConfig, *, states: RequestStates, block_table: BlockTable) -> StepPipeline:
-        from aioengine.worker.pipeline import HostPipeline
-        from aioengine.worker.sample.logits_processor import load_logits_processors
-
-        return HostPipeline(
-            states=states,
-            block_table=block_table,
-            device=self,
-            logprobs_mode=config.worker.logprobs_mode,
-            processors=load_logits_processors(config),
-        )
+    def create_transfers(self) -> Transfers | None:
+        return None
 
     def to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array))
@@ -127,8 +115,8 @@ class CpuDevice(Device):
 class InterpreterDevice(CpuDevice):
     """A CPU that runs steps as a GPU does, for Triton's interpreter: the same tables, kernels and order of calls."""
 
-    def create_pipeline(self, config: ResolvedConfig, *, states: RequestStates, block_table: BlockTable) -> StepPipeline:
-        return _device_pipeline(config, states=states, block_table=block_table, transfers=HostTransfers())
+    def create_transfers(self) -> Transfers:
+        return HostTransfers()
 
 
 class CudaDevice(Device):
@@ -178,8 +166,8 @@ class CudaDevice(Device):
         torch.cuda.empty_cache()
         return kv_cache_bytes(profile, utilization=cache.gpu_memory_utilization, reserved=reserved)
 
-    def create_pipeline(self, config: ResolvedConfig, *, states: RequestStates, block_table: BlockTable) -> StepPipeline:
-        return _device_pipeline(config, states=states, block_table=block_table, transfers=CudaTransfers(self.torch_device))
+    def create_transfers(self) -> Transfers:
+        return CudaTransfers(self.torch_device)
 
     def capture_graph(self, forward: Callable[[], torch.Tensor]) -> CapturedGraph:
         from aioengine.worker.cuda_graphs import CapturedGraph
@@ -208,26 +196,6 @@ class CudaDevice(Device):
         gc.collect()  # a model is full of reference cycles
         torch.cuda.synchronize(self.torch_device)
         torch.cuda.empty_cache()
-
-
-def _device_pipeline(config: ResolvedConfig, *, states: RequestStates, block_table: BlockTable, transfers: Transfers) -> StepPipeline:
-    from aioengine.worker.device_pipeline import DevicePipeline
-
-    if config.worker.logits_processors:
-        raise ConfigError(
-            f"logits_processors ({', '.join(config.worker.logits_processors)}) run on the CPU only: "
-            "on a GPU the sampled tokens, which they look at, are not known to the host in time"
-        )
-    return DevicePipeline(
-        states=states,
-        block_table=block_table,
-        transfers=transfers,
-        max_num_tokens=config.scheduler.max_num_batched_tokens,
-        vocab_size=config.model.vocab_size,
-        num_kv_heads=config.model.num_kv_heads,
-        sliding_window=config.model.sliding_window,
-        logprobs_mode=config.worker.logprobs_mode,
-    )
 
 
 def create_device(config: WorkerConfig) -> Device:

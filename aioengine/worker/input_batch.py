@@ -16,8 +16,8 @@ from aioengine.worker.device import Device
 from aioengine.worker.request_state import RequestStates
 
 if TYPE_CHECKING:
+    from aioengine.worker.pipeline.staging import StagedArrays
     from aioengine.worker.sample.device_sampler import StagedSampling
-    from aioengine.worker.staging import StagedArrays
     from aioengine_kernels.flash_decoding import DecodeSplit
 
 IntArray = npt.NDArray[np.int32]

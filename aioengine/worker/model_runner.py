@@ -16,12 +16,13 @@ from aioengine.config import ResolvedConfig
 from aioengine.core.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from aioengine.outputs import ModelRunnerOutput, WorkerTiming
 from aioengine.printable import get_logger
-from aioengine.worker.async_output import AsyncOutput, Pending
 from aioengine.worker.block_table import BlockTable
 from aioengine.worker.cuda_graphs import DecodeGraphs, graph_batch_sizes
 from aioengine.worker.device import Device
 from aioengine.worker.input_batch import InputBatch
-from aioengine.worker.pipeline import SampledRows
+from aioengine.worker.pipeline.async_output import AsyncOutput, Pending
+from aioengine.worker.pipeline.base import SampledRows
+from aioengine.worker.pipeline.create import create_pipeline
 from aioengine.worker.prompt_logprobs import PromptEntries, PromptRows, plan_prompt_rows, read_prompt_entries, score_prompt_rows
 from aioengine.worker.request_state import RequestStates
 from aioengine.worker.warm_up import warm_up_steps
@@ -80,7 +81,7 @@ class ModelRunner:
             max_model_len=config.scheduler.max_model_len,
             block_size=config.cache.block_size,
         )
-        self._pipeline = device.create_pipeline(config, states=self.states, block_table=self.block_table)
+        self._pipeline = create_pipeline(device, config, states=self.states, block_table=self.block_table)
         self.use_graphs = True  # of those that were captured; False runs every step eagerly
         self._graphs = DecodeGraphs(graph_batch_sizes(config.scheduler.max_num_seqs))
         self._executed: deque[ExecuteModelState] = deque()

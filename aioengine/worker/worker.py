@@ -13,15 +13,15 @@ from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.errors import ConfigError
 from aioengine.outputs import ModelRunnerOutput
 from aioengine.printable import get_logger
-from aioengine.worker.async_output import AsyncOutput
 from aioengine.worker.device import create_device, limit_torch_threads
 from aioengine.worker.model_runner import ModelRunner
+from aioengine.worker.pipeline.async_output import AsyncOutput
 from aioengine.worker.sample.logits_processor import find_logits_processors
 
 if TYPE_CHECKING:
+    from aioengine.checkpoint.files import ModelFiles
     from aioengine.executor.base import GrammarOutput
     from aioengine.models.base import CausalLM
-    from aioengine.models.files import ModelFiles
     from aioengine.worker.memory_profile import Reservation
 
 logger = get_logger(__name__)
@@ -129,7 +129,7 @@ class Worker:
         return self.runner.sample_tokens(grammar_output)
 
     def _run_largest_step(self) -> None:
-        from aioengine.worker.memory_profile import run_largest_step
+        from aioengine.worker.largest_step import run_largest_step
 
         assert self._model is not None
         run_largest_step(
@@ -152,7 +152,7 @@ class Worker:
 
         if not self.device.compiles_kernels:
             return Reservation()
-        from aioengine.worker.device_pipeline import pipeline_bytes
+        from aioengine.worker.pipeline.device import pipeline_bytes
 
         scheduler, model = self.config.scheduler, self.config.model
         tables = pipeline_bytes(scheduler, block_size=self.config.cache.block_size, vocab_size=model.vocab_size)

@@ -25,7 +25,7 @@ from aioengine.engine.outputs.output_collector import OutputCollector
 from aioengine.engine.outputs.output_processor import OutputProcessor
 from aioengine.engine.processed_input import ProcessedInput
 from aioengine.events.bus import StepBus
-from aioengine.events.recorder import StepRecorder
+from aioengine.events.recording.writer import StepRecorder
 from aioengine.events.server import EventServer
 from aioengine.events.step_event import Event, StepEvent, StepResultEvent
 from aioengine.events.wire import WireHeader

@@ -25,7 +25,7 @@ import torch
 
 from aioengine_kernels.activation import silu_mul_triton
 from aioengine_kernels.batch_inputs import BatchInputs, RequestTables, StepRows, batch_inputs_triton
-from aioengine_kernels.gumbel import gumbel_argmax_triton
+from aioengine_kernels.draw_tokens import draw_tokens_triton
 from aioengine_kernels.logprobs import token_logprobs_triton
 from aioengine_kernels.paged_attention import paged_attention_triton
 from aioengine_kernels.penalties import apply_penalties_triton
@@ -243,8 +243,8 @@ def _top_k_top_p(shape: ModelShape) -> None:
     top_k_top_p_triton(_float(64, shape.vocab_size), temperature=_float(64), top_k=_int(64), top_p=_float(64), min_p=_float(64))
 
 
-def _gumbel(shape: ModelShape) -> None:
-    gumbel_argmax_triton(
+def _draw_tokens(shape: ModelShape) -> None:
+    draw_tokens_triton(
         _float(64, shape.vocab_size),
         temperature=_float(64),
         seeds=_long(64),
@@ -268,7 +268,7 @@ def _cases(name: str, shape: ModelShape) -> Iterator[tuple[str, Callable[[], Any
     yield "silu_mul", partial(silu_mul_triton, _meta(64, 2 * shape.intermediate_size))
     yield "reshape_and_cache", partial(_reshape_and_cache, shape)
     yield "apply_rope", partial(_rope, shape)
-    yield "gumbel_argmax", partial(_gumbel, shape)
+    yield "draw_tokens", partial(_draw_tokens, shape)
     if name == "llama-3-8b":
         yield "attention decode x64 float32", partial(_attention, shape, num_reqs=64, query_len=1, dtype=torch.float32)
         yield "attention chunk of 512 float32", partial(_attention, shape, num_reqs=4, query_len=512, dtype=torch.float32)

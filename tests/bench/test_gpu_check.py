@@ -15,8 +15,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from aioengine_bench.gpu_engine import TINY, RandomEngine, Run, compare_tokens, logit_gap
-from aioengine_bench.gpu_serving import ServingSizes, check_long_runs, check_serving
+from gpu_checks.engine import TINY, RandomEngine, Run, compare_tokens, logit_gap
+from gpu_checks.serving import ServingSizes, check_long_runs, check_serving
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_check.py"
 
@@ -49,7 +49,7 @@ def rehearse(folder: Path, *arguments: str) -> dict[str, Any]:
 @pytest.mark.timeout(600)
 def test_a_rehearsal_of_all_but_the_features(tmp_path: Path) -> None:
     report = rehearse(tmp_path, "--parts", "kernels,tokens,bandwidth,speed")
-    assert {"batch_inputs", "write_rows", "gumbel_argmax", "sampling kernels beside a row of one NaN"} <= {
+    assert {"batch_inputs", "write_rows", "draw_tokens", "sampling kernels beside a row of one NaN"} <= {
         check["name"] for check in report["kernels"]
     }
     assert len(report["tokens"]) == 3

@@ -22,7 +22,7 @@ from aioengine.commands.generate import ContinuationWriter
 from aioengine.config import EngineConfig
 from aioengine.engine.async_engine import AsyncEngine
 from aioengine.engine.publish_options import PublishOptions
-from aioengine.events.replay import read_recording
+from aioengine.events.recording.reader import read_recording
 from aioengine.events.step_event import StepEvent
 from aioengine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from aioengine.sampling_params import SamplingParams

@@ -101,7 +101,7 @@ def test_what_a_step_launches(interpreted: dict[str, Any], tiny_model: Path) -> 
         assert launches.pop("_gated_activation_kernel") == num_layers
         assert launches.pop("_batch_inputs_kernel") == 1
         assert launches.pop("_write_rows_kernel", 0) <= 2
-        sampling = ("_gumbel_argmax_kernel", "_join_chunks_kernel", "_top_k_top_p_kernel", "_token_logprobs_kernel")
+        sampling = ("_weigh_chunks_kernel", "_draw_kernel", "_top_k_top_p_kernel", "_token_logprobs_kernel")
         assert all(launches.pop(name, 0) <= 1 for name in sampling)
         assert launches == {}
 

@@ -24,7 +24,7 @@ import pytest
 from aioengine import AioEngineError, AsyncEngine, EngineDeadError, SamplingParams
 from aioengine.engine.event_control import EngineController
 from aioengine.engine.outputs.output_stream import OutputStream
-from aioengine.events.replay import read_recording
+from aioengine.events.recording.reader import read_recording
 from aioengine.testing import FakeExecutor, FakeTokenizer
 
 SHORT = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)

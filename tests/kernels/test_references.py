@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from aioengine_kernels.activation import gelu_mul, silu_mul
 from aioengine_kernels.batch_inputs import BatchInputs, RequestTables, StepRows, batch_inputs
+from aioengine_kernels.draw_tokens import draw_tokens
 from aioengine_kernels.flash_decoding import (
     MAX_SEGMENTS,
     MIN_SEGMENT_TOKENS,
@@ -23,7 +24,6 @@ from aioengine_kernels.flash_decoding import (
     choose_segment_len,
     max_num_segments,
 )
-from aioengine_kernels.gumbel import gumbel_argmax, gumbel_noise_ref
 from aioengine_kernels.logprobs import token_logprobs
 from aioengine_kernels.paged_attention import paged_attention, plan_attention
 from aioengine_kernels.penalties import apply_penalties
@@ -289,25 +289,11 @@ def test_filters_keep_the_smallest_sufficient_set(seed: int, temperature: float,
     assert int(kept.sum()) == min(enough, count)
 
 
-def test_philox_noise_is_that_of_the_published_generator() -> None:
-    """Random123's known answers for Philox4x32-10: counter and key 0, and all ones (Salmon et al., 2011)."""
-    from aioengine_kernels.gumbel import _philox_quads
-
-    assert _philox_quads(0, 0, 1)[0].tolist() == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
-
-
-def test_gumbel_noise_has_the_moments_of_a_gumbel() -> None:
-    noise = torch.cat([gumbel_noise_ref(1234, index, 50_000) for index in range(4)])
-    assert abs(noise.mean().item() - 0.5772157) < 0.015
-    assert abs(noise.var().item() - torch.pi**2 / 6) < 0.03
-    assert noise.isfinite().all()
-
-
 def test_draws_follow_the_softmax() -> None:
     """2000 successive tokens of one seed; 4 standard deviations of the widest bin."""
     draws, temperature = 2000, 0.8
     row = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5, float("-inf"), -2.0, 1.5])
-    tokens = gumbel_argmax(
+    tokens = draw_tokens(
         row.repeat(draws, 1),
         temperature=torch.full((draws,), temperature),
         seeds=torch.full((draws,), 42),

@@ -14,15 +14,15 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from aioengine.attention.base import AttentionConfig
 from aioengine.attention.cpu_paged import CpuPagedBackend
+from aioengine.checkpoint.files import ModelFiles
 from aioengine.models.base import CausalLM
-from aioengine.models.files import ModelFiles, read_model_info
-from aioengine.models.hub import resolve_model
+from aioengine.models.info import read_model_info, resolve_model
 from aioengine.models.loader import load_model
 from aioengine.models.native_decoder import NativeDecoderForCausalLM
 from aioengine_kernels.cpu import PackedMatrix, status
 from aioengine_kernels.cpu.packing import FORMATS, gather_rows
+from tests.checkpoint.test_gguf_tokenizer import LETTERS
 from tests.models.support import CPU
-from tests.models.test_gguf_tokenizer import LETTERS
 
 pytestmark = pytest.mark.skipif(status() is not None, reason=str(status()))
 

@@ -11,7 +11,7 @@ import torch
 
 from aioengine.config import EngineConfig
 from aioengine.errors import ConfigError, ModelError
-from aioengine.models.files import read_model_info
+from aioengine.models.info import read_model_info
 from tests.models.support import assert_same, cases, load_ours, load_reference, logits_of, random_model, reference_logits, save, some_tokens
 
 

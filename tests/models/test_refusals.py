@@ -11,11 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from aioengine.checkpoint import hub
+from aioengine.checkpoint.safetensors import SafetensorsTensor
 from aioengine.errors import ModelError
-from aioengine.models import hub
-from aioengine.models.files import read_model_info
-from aioengine.models.hub import resolve_model
-from aioengine.models.safetensors import SafetensorsTensor
+from aioengine.models.info import read_model_info, resolve_model
 from tests.models.support import cases, load_ours, random_model, save
 
 Tensors = dict[str, torch.Tensor]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aioengine.models.files import ModelFiles, read_model_info
-from aioengine.models.hub import resolve_model
-from aioengine.models.tokenizer import Tokenizer, load_tokenizer
+from aioengine.checkpoint.files import ModelFiles
+from aioengine.checkpoint.tokenizer import Tokenizer, load_tokenizer
+from aioengine.models.info import read_model_info, resolve_model
 from tests.models.support import load_ours, logits_of, reference_from_gguf, reference_logits
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]

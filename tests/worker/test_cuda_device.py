@@ -17,7 +17,7 @@ from aioengine.config import GIB, CacheConfig, EngineConfig, ModelInfo, Resolved
 from aioengine.errors import ConfigError
 from aioengine.worker.device import CudaDevice, create_device
 from aioengine.worker.memory_profile import Reservation
-from aioengine.worker.transfers import CudaTransfers
+from aioengine.worker.pipeline.transfers import CudaTransfers
 from aioengine.worker.worker import _attention_config
 
 CUDA = torch.device("cuda", 0)

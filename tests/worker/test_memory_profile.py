@@ -14,22 +14,20 @@ from hypothesis import strategies as st
 from aioengine.attention.base import AttentionConfig
 from aioengine.attention.triton_paged import TritonPagedBackend
 from aioengine.config import GIB, SchedulerConfig
-from aioengine.worker import device_pipeline
 from aioengine.worker.block_table import BlockTable
-from aioengine.worker.device_pipeline import DevicePipeline, pipeline_bytes
 from aioengine.worker.input_batch import StepPlan
+from aioengine.worker.largest_step import largest_step, run_largest_sampling, run_largest_step
 from aioengine.worker.memory_profile import (
     MemoryProfile,
     Reservation,
     kv_cache_bytes,
-    largest_step,
     reserve,
-    run_largest_sampling,
-    run_largest_step,
 )
+from aioengine.worker.pipeline import device as device_pipeline
+from aioengine.worker.pipeline.device import DevicePipeline, pipeline_bytes
+from aioengine.worker.pipeline.transfers import HostTransfers
 from aioengine.worker.request_state import RequestStates
 from aioengine.worker.sample import device_sampler
-from aioengine.worker.transfers import HostTransfers
 from aioengine_kernels.flash_decoding import DecodeSplit, max_num_segments
 
 # Weights of 16 GiB, 2 more at the peak; the allocator kept 19; context and libraries take 1.
@@ -121,7 +119,7 @@ def test_the_memory_of_the_tables_is_what_they_take(num_slots: int, max_model_le
 
 def test_the_largest_step_samples_with_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[str] = []
-    for name in ("_mask_forbidden", "apply_masks", "apply_bias", "apply_penalties", "top_k_top_p", "gumbel_argmax", "_rank"):
+    for name in ("_mask_forbidden", "apply_masks", "apply_bias", "apply_penalties", "top_k_top_p", "draw_tokens", "_rank"):
         original = getattr(device_sampler, name)
 
         def noted(*args: Any, name: str = name, original: Any = original, **options: Any) -> Any:
@@ -131,7 +129,7 @@ def test_the_largest_step_samples_with_everything(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(device_sampler, name, noted)
     scheduler = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=16, max_model_len=32)
     run_largest_sampling(torch.randn(3, 61), scheduler=scheduler, vocab_size=61, logprobs_mode="raw_logprobs")
-    assert used == ["_mask_forbidden", "apply_masks", "apply_bias", "apply_penalties", "top_k_top_p", "gumbel_argmax", "_rank"]
+    assert used == ["_mask_forbidden", "apply_masks", "apply_bias", "apply_penalties", "top_k_top_p", "draw_tokens", "_rank"]
 
 
 def test_the_largest_step_runs_the_model_and_scores_every_token(tiny_model_class: Any) -> None:

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioengine.worker.staging import ALIGNMENT, Staging, plan_layout
-from aioengine.worker.transfers import Download, Event, HostTransfers
+from aioengine.worker.pipeline.staging import ALIGNMENT, Staging, plan_layout
+from aioengine.worker.pipeline.transfers import Download, Event, HostTransfers
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1))

@@ -19,7 +19,7 @@ _MAX_WINDOW = 2 * _CONTEXT  # decoding takes time by the token, and shortening t
 
 
 class TextTokenizer(Protocol):
-    """What the engine asks of a tokenizer; `aioengine.models.tokenizer.Tokenizer` is one."""
+    """What the engine asks of a tokenizer; `aioengine.checkpoint.tokenizer.Tokenizer` is one."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 

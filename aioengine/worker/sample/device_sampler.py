@@ -1,7 +1,7 @@
 """From logits to tokens on a device: nothing here waits for it, and the tokens stay there for the next step.
 
-Same parameters as the host's sampler, another stream of random numbers (see `aioengine_kernels.gumbel`): greedy tokens agree,
-seeded ones are a function of the seed on either, but not the same one.
+Same parameters as the host's sampler, same order, same ties, same random numbers: the same logits, parameters and seed give the
+same tokens on either (tests/worker/sample/test_one_seed.py), but where the rounding of float32 decides.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from aioengine.config import LogprobsMode
 from aioengine.sampling_params import MAX_LOGPROBS
 from aioengine.worker.sample.edits import LogitEdits, apply_bias, apply_masks, apply_penalties
 from aioengine.worker.sample.states import SamplingBatch
-from aioengine_kernels.gumbel import gumbel_argmax
+from aioengine_kernels.draw_tokens import draw_tokens
 from aioengine_kernels.logprobs import token_logprobs
 from aioengine_kernels.top_k_top_p import top_k_top_p
 
@@ -108,7 +108,7 @@ def sample_on_device(
     eos_token_ids: torch.Tensor | None = None,  # [e] int64: what ends an output that a grammar calls complete
     logprobs_mode: LogprobsMode = "raw_logprobs",
 ) -> DeviceSamples:
-    """One token a row, in the order of the host's sampler, but for the last step: the Gumbel arg-max."""
+    """One token a row, in the order of the host's sampler, and with its tokens."""
     is_raw = logprobs_mode.startswith("raw")
     # The raw logits are what log-probabilities are of, and everything below writes to them.
     reported = logits.index_select(0, staged.logprob_rows) if staged.num_logprobs and is_raw else None
@@ -126,7 +126,7 @@ def sample_on_device(
     best = logits.amax(dim=-1)
     if staged.needs_filters:
         top_k_top_p(logits, temperature=staged.temperature, top_k=staged.top_k, top_p=staged.top_p, min_p=staged.min_p)
-    token_ids = gumbel_argmax(
+    token_ids = draw_tokens(
         logits,
         temperature=staged.temperature,
         seeds=staged.seeds,

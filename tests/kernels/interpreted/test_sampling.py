@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aioengine_kernels.gumbel import gumbel_argmax, gumbel_argmax_ref
+from aioengine_kernels.draw_tokens import draw_tokens, draw_tokens_ref
 from aioengine_kernels.logprobs import token_logprobs, token_logprobs_ref
 from aioengine_kernels.penalties import apply_penalties, apply_penalties_ref
 from aioengine_kernels.top_k_top_p import top_k_top_p, top_k_top_p_ref
@@ -86,20 +86,20 @@ def test_filters_leave_greedy_and_neutral_rows_alone() -> None:
 def test_filters_with_ties_and_masked_tokens() -> None:
     logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, -1.0, NEG_INF, NEG_INF, -3.0]]).repeat(3, 1)
     top_k_top_p(logits, **filters((1.0, 2, 1.0, 0.0), (1.0, 7, 1.0, 0.0), (1.0, 6, 0.999, 0.0)))
-    assert logits.isfinite().tolist()[0] == [True] * 4 + [False] * 4  # all that tie with the second
+    assert logits.isfinite().tolist()[0] == [True] * 2 + [False] * 6  # of those that tie with the second the first
     assert logits.isfinite().tolist()[1] == [True] * 5 + [False, False, True]  # fewer than k are left: all of them
     assert logits.isfinite().tolist()[2] == [True] * 5 + [False, False, True]
 
 
-def test_gumbel_matches_the_reference_draw() -> None:
+def test_tokens_are_those_of_the_reference() -> None:
     logits = make_logits(6)
     arguments = {
         "temperature": torch.tensor([0.0, 1.0, 0.5, 2.0, 1.0, 1.0]),
         "seeds": torch.tensor([1, -5, 2**40 + 3, 7, 7, -(2**63)]),
         "indices": torch.tensor([0, 1, 5, 9, 10, 2**31 - 1]),
     }
-    tokens = gumbel_argmax(logits, **arguments)
-    assert torch.equal(tokens, gumbel_argmax_ref(logits, **arguments))
+    tokens = draw_tokens(logits, **arguments)
+    assert torch.equal(tokens, draw_tokens_ref(logits, **arguments))
     assert tokens[0] == logits[0].argmax()
 
 
@@ -107,18 +107,18 @@ def test_a_draw_depends_on_nothing_but_its_request() -> None:
     logits = make_logits(4)
     seeds, indices = torch.tensor([11, 22, 33, 44]), torch.tensor([0, 3, 1, 2])
     temperature = torch.full((4,), 1.5)
-    together = gumbel_argmax(logits, temperature=temperature, seeds=seeds, indices=indices)
+    together = draw_tokens(logits, temperature=temperature, seeds=seeds, indices=indices)
     order = torch.tensor([2, 0, 3, 1])
-    shuffled = gumbel_argmax(logits[order], temperature=temperature, seeds=seeds[order], indices=indices[order])
+    shuffled = draw_tokens(logits[order], temperature=temperature, seeds=seeds[order], indices=indices[order])
     assert torch.equal(shuffled, together[order])
-    alone = gumbel_argmax(logits[1:2], temperature=temperature[:1], seeds=seeds[1:2], indices=indices[1:2])
+    alone = draw_tokens(logits[1:2], temperature=temperature[:1], seeds=seeds[1:2], indices=indices[1:2])
     assert torch.equal(alone, together[1:2])
 
 
 def test_sampled_tokens_are_left_for_the_next_step() -> None:
     logits = make_logits(3, 50)
     last = torch.full((5,), -1, dtype=torch.int32)
-    tokens = gumbel_argmax(
+    tokens = draw_tokens(
         logits,
         temperature=torch.zeros(3),
         seeds=torch.zeros(3, dtype=torch.int64),
@@ -133,7 +133,7 @@ def test_greedy_takes_the_first_of_equal_maxima() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, [5, 4000, 8200]] = 1.0
     zero = torch.zeros(1, dtype=torch.int64)
-    assert gumbel_argmax(logits, temperature=torch.zeros(1), seeds=zero, indices=zero).tolist() == [5]
+    assert draw_tokens(logits, temperature=torch.zeros(1), seeds=zero, indices=zero).tolist() == [5]
 
 
 @pytest.mark.parametrize("count", [1, 6])
@@ -158,8 +158,8 @@ def test_nan_is_never_drawn_and_a_row_of_nan_gives_a_token_of_the_vocabulary() -
     logits[1, ::2] = float("nan")
     logits[2] = NEG_INF
     draw = {"temperature": torch.tensor([0.0, 0.0, 1.0, 1.0]), "seeds": torch.arange(4), "indices": int32(0, 0, 0, 0)}
-    tokens = gumbel_argmax(logits, **draw)
-    assert torch.equal(tokens, gumbel_argmax_ref(logits, **draw))
+    tokens = draw_tokens(logits, **draw)
+    assert torch.equal(tokens, draw_tokens_ref(logits, **draw))
     assert tokens[0] == 0
     assert tokens[1] % 2 == 1
     assert ((tokens >= 0) & (tokens < 2500)).all()
@@ -193,7 +193,7 @@ def _draw(logits: torch.Tensor) -> list[torch.Tensor]:
     count = len(logits)
     seeds, indices = torch.arange(count), torch.zeros(count, dtype=torch.int64)
     return [
-        gumbel_argmax(logits.clone(), temperature=torch.full((count,), temperature), seeds=seeds, indices=indices)
+        draw_tokens(logits.clone(), temperature=torch.full((count,), temperature), seeds=seeds, indices=indices)
         for temperature in (0.0, 0.7, 3e38)
     ]
 
@@ -221,7 +221,7 @@ def _logprobs(logits: torch.Tensor) -> list[torch.Tensor]:
     return [logprobs, ranks]
 
 
-SAMPLING_KERNELS = {"top_k_top_p": _filter_all, "gumbel_argmax": _draw, "apply_penalties": _penalize, "token_logprobs": _logprobs}
+SAMPLING_KERNELS = {"top_k_top_p": _filter_all, "draw_tokens": _draw, "apply_penalties": _penalize, "token_logprobs": _logprobs}
 
 
 @pytest.mark.timeout(120)
@@ -250,7 +250,7 @@ def test_filters_and_draws_see_minus_infinity_where_there_is_no_logit(poison: st
     kept, expected = top_k_top_p(logits, **parameters), top_k_top_p_ref(clean, **parameters)
     assert torch.equal(kept[1].isfinite(), expected[1].isfinite())
     draw = {"temperature": torch.tensor([0.0, 1.0]), "seeds": torch.arange(2), "indices": int32(0, 0)}
-    assert torch.equal(gumbel_argmax(kept, **draw), gumbel_argmax_ref(expected, **draw))
+    assert torch.equal(draw_tokens(kept, **draw), draw_tokens_ref(expected, **draw))
 
 
 def test_the_search_for_a_threshold_needs_no_more_passes_than_it_has() -> None:

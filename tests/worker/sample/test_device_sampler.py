@@ -12,12 +12,12 @@ import torch
 
 from aioengine.config import LogprobsMode
 from aioengine.sampling_params import SamplingParams
-from aioengine.worker.device_pipeline import _PendingRows
-from aioengine.worker.pipeline import SampledRows
+from aioengine.worker.pipeline.base import SampledRows
+from aioengine.worker.pipeline.device import _PendingRows
+from aioengine.worker.pipeline.transfers import HostTransfers
 from aioengine.worker.sample.device_sampler import DeviceSamples, sample_on_device, sampling_arrays, staged_sampling
 from aioengine.worker.sample.sampler import NAN_LOGITS, NOTHING_ALLOWED
 from aioengine.worker.sample.states import SamplingStates
-from aioengine.worker.transfers import HostTransfers
 
 VOCAB_SIZE = 29
 OPTIONS: dict[str, dict[str, Any]] = {

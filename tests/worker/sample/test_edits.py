@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from aioengine.errors import InvalidRequestError
 from aioengine.sampling_params import SamplingParams
+from aioengine.worker.pipeline.staging import Staging
+from aioengine.worker.pipeline.transfers import HostTransfers
 from aioengine.worker.sample.device_sampler import sample_on_device, sampling_arrays, staged_sampling
 from aioengine.worker.sample.sampler import SamplerOutput, sample
 from aioengine.worker.sample.states import SamplingBatch, SamplingStates
-from aioengine.worker.staging import Staging
-from aioengine.worker.transfers import HostTransfers
 
 VOCAB_SIZE = 23
 EOS = 3
