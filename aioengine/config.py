@@ -64,7 +64,7 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = 0  # 0: no limit on one request's share of a step
     policy: SchedulingPolicy = "fcfs"
     async_scheduling: bool = True
-    # Guess up to num_speculative_tokens by n-gram look-up; 0: none. The n-gram's length is in [min, max].
+    # Up to num_speculative_tokens draft tokens from n-grams; 0: none. The n-gram's length is in [min, max].
     num_speculative_tokens: int = 0
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
@@ -253,13 +253,13 @@ class EngineConfig:
     )
     num_speculative_tokens: int = setting(
         0,
-        "guess N tokens ahead by n-gram look-up and check them in one step; 0: off",
+        "draft N tokens ahead from n-grams and check them in one step; 0: off",
         most=1024,
         more="The output stays the same; it pays for text that repeats itself (see aioengine/core/ngram_proposer.py). On the CPU only, "
         "and steps do not overlap then.",
     )
-    prompt_lookup_min: int = setting(2, "shortest n-gram that is looked up for a guess", least=1, most=1024)
-    prompt_lookup_max: int = setting(4, "longest n-gram that is looked up for a guess", least=1, most=1024)
+    prompt_lookup_min: int = setting(2, "shortest n-gram that is looked up for a draft token", least=1, most=1024)
+    prompt_lookup_max: int = setting(4, "longest n-gram that is looked up for a draft token", least=1, most=1024)
     max_num_queued_reqs: int | None = setting(
         None,
         "refuse requests while that many wait",
@@ -412,7 +412,7 @@ class EngineConfig:
             enable_chunked_prefill=self.enable_chunked_prefill,
             long_prefill_token_threshold=self.long_prefill_token_threshold,
             policy=self.scheduling_policy,
-            # Guesses continue known tokens, so the step before has to be over.
+            # Draft tokens continue known tokens, so the step before has to be over.
             async_scheduling=self.async_scheduling and self.num_speculative_tokens == 0,
             num_speculative_tokens=self.num_speculative_tokens,
             prompt_lookup_min=self.prompt_lookup_min,

@@ -130,7 +130,7 @@ async def _generate(engine: AsyncEngine, view: DemoView, index: int, params: Sam
 
 def summary(outputs: list[RequestOutput], meter: StepMeter, *, elapsed_s: float, startup_s: float) -> str:
     num_tokens = sum(len(output.token_ids) for output in outputs)
-    ttfts = [output.metrics.time_to_first_token or 0.0 for output in outputs]
+    ttfts = [output.metrics.time_to_first_token_s or 0.0 for output in outputs]
     queries = meter.prefix_cache_queries
     hit_rate = meter.prefix_cache_hits / queries if queries else 0.0
     return f"""\

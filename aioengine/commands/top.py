@@ -111,7 +111,7 @@ async def _print_states(address: str, settings: TopSettings) -> None:
     """One state, or one every few seconds until the source ends."""
     state = DashboardState()
     async with open_source(address, make_state=DashboardState, token=settings.token, whole_history=True) as source:
-        taking = asyncio.create_task(_take(source, state))
+        taking = asyncio.create_task(_fold_items(source, state))
         try:
             if source.playback is not None:
                 await source.playback.seek_fraction(1.0)  # of a recording the end is asked for
@@ -130,7 +130,7 @@ async def _print_states(address: str, settings: TopSettings) -> None:
             await asyncio.gather(taking, return_exceptions=True)
 
 
-async def _take(source: StepSource, state: DashboardState) -> None:
+async def _fold_items(source: StepSource, state: DashboardState) -> None:
     async for item in source:
         state.apply(item)
 

@@ -65,8 +65,8 @@ def _check_requests(scheduler: Books) -> None:
         assert not request.is_finished, f"finished but still listed: {request}"
         assert request.num_output_placeholders >= 0, f"negative placeholders: {request}"
         if request.spec_token_ids:
-            assert request.num_output_placeholders == 1, f"guesses that no step in flight checks: {request}"
-            assert request.num_computed_tokens == request.num_tokens_with_spec < request.max_num_tokens, f"wrong guesses: {request}"
+            assert request.num_output_placeholders == 1, f"draft tokens that no step in flight checks: {request}"
+            assert request.num_computed_tokens == request.num_tokens_with_spec < request.max_num_tokens, f"rejected draft tokens: {request}"
         else:
             assert 0 <= request.num_computed_tokens <= request.num_tokens + request.num_output_placeholders, (
                 f"computed beyond its tokens: {request}"
@@ -77,7 +77,7 @@ def _check_requests(scheduler: Books) -> None:
         if request.status != RequestStatus.RUNNING:
             assert not request.block_ids[0], f"waiting with blocks: {request}"
             assert request.num_computed_tokens == 0, f"waiting with computed tokens: {request}"
-            assert not request.spec_token_ids, f"waiting with guesses: {request}"
+            assert not request.spec_token_ids, f"waiting with draft tokens: {request}"
     if scheduler.proposer is not None:
         assert scheduler.proposer.req_ids <= scheduler.requests.keys(), "n-grams are kept of requests that are gone"
 
@@ -133,7 +133,7 @@ def _check_hashes(scheduler: Books) -> None:
         (table,) = request.block_ids
         assert request.num_cached_blocks <= len(table), f"more cached blocks than blocks: {request}"
         num_certain = min(request.num_computed_tokens, request.num_tokens)
-        assert request.num_cached_blocks * kv.block_size <= num_certain, f"a block with guesses in it is cached: {request}"
+        assert request.num_cached_blocks * kv.block_size <= num_certain, f"a block with draft tokens in it is cached: {request}"
         for index in range(request.num_cached_blocks):
             held = pool.block_hash[table[index]] or pool._twin_hash.get(table[index])
             assert held is None or held == request.block_hashes[index], f"block {table[index]} caches something else: {request}"
@@ -167,7 +167,9 @@ def _check_output(scheduler: Books, output: SchedulerOutput) -> None:
     threshold = scheduler.config.long_prefill_token_threshold
     if threshold and len(scheduler.requests) > 1:
         assert max(scheduled.values(), default=0) <= threshold, f"over the threshold of {threshold} tokens while others wait"
-    assert output.scheduled_spec_decode_tokens.keys() <= set(cached.req_ids) - cached.resumed_req_ids, "guesses for a request that starts"
+    assert output.scheduled_spec_decode_tokens.keys() <= set(cached.req_ids) - cached.resumed_req_ids, (
+        "draft tokens for a request that starts"
+    )
     lengths = {len(cached.req_ids), len(cached.new_block_ids), len(cached.num_computed_tokens), len(cached.num_output_tokens)}
     assert len(lengths) == 1, "the parallel lists differ in length"
     starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -175,7 +177,7 @@ def _check_output(scheduler: Books, output: SchedulerOutput) -> None:
     for req_id, num_tokens in scheduled.items():
         request = scheduler.requests[req_id]
         assert starts[req_id] + num_tokens == request.num_computed_tokens, f"the start is not where the step starts: {request}"
-        guesses = output.scheduled_spec_decode_tokens.get(req_id, [])
-        assert guesses == request.spec_token_ids, f"{len(guesses)} guesses are handed out for {request}"
-        assert not guesses or num_tokens == 1 + len(guesses), f"guesses come after one known token: {request}"
+        draft_token_ids = output.scheduled_spec_decode_tokens.get(req_id, [])
+        assert draft_token_ids == request.spec_token_ids, f"{len(draft_token_ids)} draft tokens are handed out for {request}"
+        assert not draft_token_ids or num_tokens == 1 + len(draft_token_ids), f"draft tokens come after one known token: {request}"
         assert starts[req_id] < request.num_tokens + request.num_output_placeholders

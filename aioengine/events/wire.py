@@ -213,8 +213,8 @@ def _output_to_dict(output: SchedulerOutput, include_prompts: bool) -> dict[str,
         cached_line["num_all_tokens"] = {req_id: len(ids) for req_id, ids in cached_line.pop("all_token_ids").items()}
     line = _fields_of(output)
     if not include_prompts and output.scheduled_spec_decode_tokens:
-        guesses = output.scheduled_spec_decode_tokens
-        line["scheduled_spec_decode_tokens"] = {req_id: [HIDDEN_TOKEN_ID] * len(ids) for req_id, ids in guesses.items()}
+        draft_token_ids = output.scheduled_spec_decode_tokens
+        line["scheduled_spec_decode_tokens"] = {req_id: [HIDDEN_TOKEN_ID] * len(ids) for req_id, ids in draft_token_ids.items()}
     line["scheduled_new_reqs"] = [_new_request_to_dict(new, include_prompts) for new in output.scheduled_new_reqs]
     line["scheduled_cached_reqs"] = cached_line
     return line

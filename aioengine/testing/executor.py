@@ -47,7 +47,7 @@ class _Executed:
     step_id: int
     req_ids: list[str]
     samples: set[str]
-    guesses: dict[str, list[int]]
+    draft_token_ids: dict[str, list[int]]
     execute_start: float
     execute_end: float
     prompt_logprobs: dict[str, list[TokenLogprobs]]
@@ -199,11 +199,11 @@ class FakeExecutor:
         if isinstance(self._worker, WorkerThread) and (seconds := self._time_of(output)):
             time.sleep(seconds)
         req_ids = list(output.num_scheduled_tokens)
-        guesses = output.scheduled_spec_decode_tokens
+        draft_token_ids = output.scheduled_spec_decode_tokens
         prompt_logprobs = self._books.take_prompt_logprobs(output, vocab_size=self.model_info.vocab_size)
         failed = {req_id: cause for req_id, cause in self._books.failed.items() if req_id in output.num_scheduled_tokens}
         self._executed.append(
-            _Executed(output.step_id, req_ids, samples, guesses, execute_start, time.perf_counter(), prompt_logprobs, failed)
+            _Executed(output.step_id, req_ids, samples, draft_token_ids, execute_start, time.perf_counter(), prompt_logprobs, failed)
         )
 
     def _sample(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
@@ -220,7 +220,7 @@ class FakeExecutor:
             if req_id not in step.samples:
                 sampled.append([])
                 continue
-            token_ids, cause = self._sample_request(req_id, request, step.guesses.get(req_id, ()), bitmasks.get(req_id))
+            token_ids, cause = self._sample_request(req_id, request, step.draft_token_ids.get(req_id, ()), bitmasks.get(req_id))
             if cause is not None or req_id in failed:
                 failed.setdefault(req_id, cause or "")
                 sampled.append([])
@@ -240,19 +240,19 @@ class FakeExecutor:
         )
 
     def _sample_request(
-        self, req_id: str, request: WorkerRequest, guesses: Sequence[int], bitmask: bytes | None
+        self, req_id: str, request: WorkerRequest, draft_token_ids: Sequence[int], bitmask: bytes | None
     ) -> tuple[list[int], str | None]:
-        """The tokens up to the first that is not its guess, and why this request fails, if it does."""
+        """The tokens up to the first that is not its draft token, and why this request fails, if it does."""
         token_ids: list[int] = []
         cause = None
-        for guess in [*guesses, None]:
+        for draft_token_id in [*draft_token_ids, None]:
             cause = self._fails(req_id, request)
             token_ids.append(self._pick(request, bitmask))
             request.append(token_ids[-1])  # also of a failed one: a step that is already planned goes on from it
-            if cause is not None or token_ids[-1] != guess:
+            if cause is not None or token_ids[-1] != draft_token_id:
                 break
-        if guesses and request.has_slot:
-            request.num_computed_tokens = len(request.token_ids) - 1  # behind wrong guesses the step is undone
+        if draft_token_ids and request.has_slot:
+            request.num_computed_tokens = len(request.token_ids) - 1  # behind rejected draft tokens the step is undone
         return token_ids, cause
 
     def _pick(self, request: WorkerRequest, bitmask: bytes | None) -> int:

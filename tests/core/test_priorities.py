@@ -48,7 +48,7 @@ def test_a_more_urgent_request_takes_the_slot_of_the_least_urgent_one() -> None:
 
 
 @pytest.mark.parametrize("policy", ["priority", "fcfs"])
-def test_equals_never_displace_each_other_and_first_come_first_served_knows_no_urgency(policy: str) -> None:
+def test_equals_never_preempt_each_other_and_first_come_first_served_knows_no_urgency(policy: str) -> None:
     scheduler = make_scheduler(policy=policy, eos=frozenset(), max_num_seqs=1)
     scheduler.add_request(distinct("running", 4, priority=NORMAL))
     update(scheduler, schedule(scheduler), running=7)
@@ -161,7 +161,7 @@ def test_a_budget_that_just_suffices_lets_the_urgent_request_in() -> None:
     assert (out.num_scheduled_tokens, set(out.preempted_req_ids)) == ({"b1": 1, "urgent": 1}, {"b2"})
 
 
-def test_no_ping_pong_the_displaced_request_comes_back_once() -> None:
+def test_no_ping_pong_the_preempted_request_comes_back_once() -> None:
     scheduler = priority_scheduler(max_num_seqs=1, num_blocks=6)
     scheduler.add_request(distinct("batch", 7, priority=BATCH, max_tokens=6))
     update(scheduler, schedule(scheduler), batch=7)
@@ -209,7 +209,7 @@ class Traffic:
             )
         came = [self.scheduler.requests[req_id] for req_id in admitted(out)]
         for request in came:
-            assert all(request.priority < other.priority for other in gone), "only a strictly more urgent request displaces others"
+            assert all(request.priority < other.priority for other in gone), "only a strictly more urgent request preempts others"
             assert all(key(request) < key(other) for other in self.scheduler.waiting), "the best that waits comes first"
         self.first_admissions += [request for request in came if request.num_preemptions == 0]
 

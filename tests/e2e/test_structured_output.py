@@ -145,7 +145,7 @@ async def test_every_schedule_gives_the_tokens_of_the_oracle(
     assert (num_preemptions > 0) == (pool == "tiny")
 
 
-async def test_guesses_for_plain_requests_leave_the_rows_of_the_others_alone(tiny_model: Path, oracle: list[RequestOutput]) -> None:
+async def test_draft_tokens_for_plain_requests_leave_the_rows_of_the_others_alone(tiny_model: Path, oracle: list[RequestOutput]) -> None:
     outputs, _ = await run(tiny_model, num_speculative_tokens=3, prompt_lookup_min=1, num_kv_cache_blocks=600)
     assert [output.token_ids for output in outputs] == [output.token_ids for output in oracle]
 

@@ -91,7 +91,7 @@ class DashboardApp(ControlActions, App[None]):
                 self._filters.append(NoColor())
             theme = "ansi"
         self.theme = textual_name(theme)
-        self._take_palette()
+        self._apply_palette()
 
     # ------------------------------------------------------------------ life
     def compose(self) -> ComposeResult:
@@ -113,7 +113,7 @@ class DashboardApp(ControlActions, App[None]):
         yield LineView(palette, id="keys")
 
     def on_mount(self) -> None:
-        self.theme_changed_signal.subscribe(self, lambda _: self._take_palette())
+        self.theme_changed_signal.subscribe(self, lambda _: self._apply_palette())
         self.view.focus()
         self._set_timer()
         self._consumer = self.run_worker(self._consume(), name="consume", exit_on_error=True)
@@ -184,7 +184,7 @@ class DashboardApp(ControlActions, App[None]):
         if line is not None:
             widget.show([line])
 
-    def _take_palette(self) -> None:
+    def _apply_palette(self) -> None:
         self.palette = Palette(self.current_theme, no_color=self.no_color)
         if self.is_running:
             for widget in self.query(LineView):

@@ -297,7 +297,7 @@ class EngineCore:
         result = self._sampler.check(step.output, step.result())
         update_start = time.perf_counter()
         outputs = self.scheduler.update_from_output(step.output, result)
-        self._sampler.take_in()  # before anything else: the worker may wait for it
+        self._sampler.note_updated()  # before anything else: the worker may wait for it
         update_end = time.perf_counter()
         ends = self._on_outputs(outputs)
         self._collect_finished(outputs, ends)

@@ -37,7 +37,7 @@ class StepSampler:
         return self._waiting is not None
 
     def submit(self, output: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        """Sample for `output`, which was just handed to `execute_model`: now, or when `take_in` allows it."""
+        """Sample for `output`, which was just handed to `execute_model`: now, or when `note_updated` allows it."""
         assert self._waiting is None, "a step was executed behind one that waits to be sampled"
         if not output.structured_output_request_ids or self._structured_output is None:
             return self._executor.sample_tokens()
@@ -47,7 +47,7 @@ class StepSampler:
         self._waiting = output, future
         return future
 
-    def take_in(self) -> None:
+    def note_updated(self) -> None:
         """The scheduler has taken in a step. What waited for its tokens is submitted."""
         if self._waiting is not None and self._knows_tokens_before(self._waiting[0]):
             (scheduler_output, future), self._waiting = self._waiting, None

@@ -29,7 +29,7 @@ class _Completion:
         end = self.num_pieces_taken = len(pieces)
         return pieces[start] if end - start == 1 else "".join(pieces[start:])
 
-    def take_all(self, index: int) -> CompletionOutput:
+    def read_all(self, index: int) -> CompletionOutput:
         """Everything so far; it stays here."""
         return CompletionOutput.from_history(index, self.history, self.take_text_delta(), self.finish_reason, self.stop_reason, self.error)
 
@@ -108,8 +108,8 @@ class OutputCollector:
         if self._metrics.first_token_time is None:
             self._metrics = replace(self._metrics, first_token_time=now)
 
-    def note_guesses(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
-        """A step checked guesses for one of the continuations."""
+    def note_draft_tokens(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
+        """A step checked draft tokens for one of the continuations."""
         metrics = self._metrics
         self._metrics = replace(
             metrics,
@@ -180,7 +180,7 @@ class OutputCollector:
         if self._output_kind is RequestOutputKind.DELTA:
             outputs = [completion.take_new(index) for index, completion in enumerate(self._completions)]
         else:
-            outputs = [completion.take_all(index) for index, completion in enumerate(self._completions)]
+            outputs = [completion.read_all(index) for index, completion in enumerate(self._completions)]
         return RequestOutput(
             self.request_id,
             self._prompt_token_ids,

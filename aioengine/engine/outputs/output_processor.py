@@ -246,7 +246,7 @@ class OutputProcessor:
         if not live.has_token:
             self._note_start(live, output, now)
         if output.num_draft_tokens:
-            live.collector.note_guesses(output.num_draft_tokens, output.num_accepted_tokens)
+            live.collector.note_draft_tokens(output.num_draft_tokens, output.num_accepted_tokens)
         piece, stop_string = "", None
         if live.detokenizer is not None:
             stop_string, num_tokens = _detokenize(live.detokenizer, token_ids, output.finish_reason)

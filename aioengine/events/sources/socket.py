@@ -83,7 +83,7 @@ class SocketSource(ItemStream):
             try:
                 line = await self._reader.readuntil(b"\n")
                 version = SCHEMA_VERSION if self._header is None else self._header.schema_version
-                item = self._take(decode_server_line(line, schema_version=version))
+                item = self._read_line(decode_server_line(line, schema_version=version))
             except (OSError, EOFError, WireError, asyncio.LimitOverrunError, TypeError) as exc:
                 self._lose(exc)
                 continue
@@ -92,10 +92,10 @@ class SocketSource(ItemStream):
         raise StopAsyncIteration
 
     # ------------------------------------------------------------------ lines
-    def _take(self, line: ServerLine) -> StreamItem | None:
+    def _read_line(self, line: ServerLine) -> StreamItem | None:
         match line:
             case WireHeader():
-                return self._take_header(line)
+                return self._note_header(line)
             case Welcome():
                 assert self._writer is not None
                 self._control = RemoteControl(self._writer) if line.control else None
@@ -104,7 +104,7 @@ class SocketSource(ItemStream):
                 if line.id == 0 and line.error is not None:
                     raise WireError(line.error)
                 if self._control is not None:
-                    self._control.take_reply(line)
+                    self._control.settle_reply(line)
                 return None
             case StepEvent() | StepResultEvent() | EngineSnapshot():
                 if isinstance(self._address, TcpAddress):
@@ -114,7 +114,7 @@ class SocketSource(ItemStream):
             case _:
                 return line
 
-    def _take_header(self, header: WireHeader) -> StreamItem:
+    def _note_header(self, header: WireHeader) -> StreamItem:
         before, self._header = self._header, header
         if isinstance(self._address, TcpAddress) and (before is None or before.perf_counter != header.perf_counter):
             self._clock_offset = header.perf_counter - time.perf_counter()
@@ -208,7 +208,7 @@ class RemoteControl:
         finally:
             self._waiting.pop(command.id, None)
 
-    def take_reply(self, reply: Reply) -> None:
+    def settle_reply(self, reply: Reply) -> None:
         waiting = self._waiting.get(reply.id)
         if waiting is None or waiting.done():
             return

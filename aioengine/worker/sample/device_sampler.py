@@ -15,7 +15,7 @@ import torch
 
 from aioengine.config import LogprobsMode
 from aioengine.sampling_params import MAX_LOGPROBS
-from aioengine.worker.sample.edits import LogitEdits, apply_bias, apply_masks, apply_penalties
+from aioengine.worker.sample.logit_edits import LogitEdits, apply_bias, apply_masks, apply_penalties
 from aioengine.worker.sample.states import SamplingBatch
 from aioengine_kernels.draw_tokens import draw_tokens
 from aioengine_kernels.logprobs import token_logprobs
@@ -38,7 +38,7 @@ class StagedSampling:
     logprob_rows_np: npt.NDArray[np.int64]  # [k]
     num_logprobs: list[int]  # [k]
     needs_filters: bool  # some row that is not greedy has top_k, top_p or min_p
-    edits: LogitEdits | None  # None: no row has a penalty, a bias, allowed_token_ids or bad_words
+    logit_edits: LogitEdits | None  # None: no row has a penalty, a bias, allowed_token_ids or bad_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def sampling_arrays(batch: SamplingBatch, slots: npt.NDArray[np.int64], *, vocab
         batch.output_indices.astype(np.int32),
         np.concatenate(masked) if masked else np.zeros(0, dtype=np.int64),
         (batch.num_logprobs >= 0).nonzero()[0],
-        *(batch.edits.arrays() if batch.edits is not None else ()),
+        *(batch.logit_edits.arrays() if batch.logit_edits is not None else ()),
     ]
 
 
@@ -95,7 +95,7 @@ def staged_sampling(
         logprob_rows_np=rows,
         num_logprobs=batch.num_logprobs[rows].tolist(),
         needs_filters=bool((has_filter & (batch.temperature > 0)).any()),
-        edits=None if batch.edits is None else LogitEdits.build(batch.edits, rest, token_table=token_table),
+        logit_edits=None if batch.logit_edits is None else LogitEdits.build(batch.logit_edits, rest, token_table=token_table),
     )
 
 
@@ -114,13 +114,13 @@ def sample_on_device(
     reported = logits.index_select(0, staged.logprob_rows) if staged.num_logprobs and is_raw else None
     if allowed is not None:
         _mask_forbidden(logits, *allowed)
-    if staged.edits is not None:
-        apply_masks(logits, staged.edits)
+    if staged.logit_edits is not None:
+        apply_masks(logits, staged.logit_edits)
     if staged.masked_positions.shape[0]:
         logits.view(-1).index_fill_(0, staged.masked_positions, -torch.inf)
-    if staged.edits is not None:
-        apply_bias(logits, staged.edits)
-        apply_penalties(logits, staged.edits)
+    if staged.logit_edits is not None:
+        apply_bias(logits, staged.logit_edits)
+        apply_penalties(logits, staged.logit_edits)
         if allowed is not None and eos_token_ids is not None:
             _let_grammars_end(logits, *allowed, eos_token_ids)
     best = logits.amax(dim=-1)

@@ -81,7 +81,7 @@ class StepRecord:
     num_new_tokens: int | None = None  # sampled and accepted; None while in flight
     ended_ids: tuple[str, ...] = ()  # requests whose end came with the result
     result_time: float | None = None
-    num_draft_tokens: int = 0  # guesses that it checked, of num_tokens; known with the result
+    num_draft_tokens: int = 0  # draft tokens that it checked, of num_tokens; known with the result
     num_accepted_tokens: int = 0  # those that were right
 
     @property

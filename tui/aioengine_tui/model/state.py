@@ -72,8 +72,8 @@ class Gauges:
     num_shared_blocks: int
     num_total_blocks: int
     prefix_hit_rate: float | None  # 0..1, of the tokens that the last 1000 requests looked up
-    acceptance_rate: float | None  # 0..1, of all guesses that were checked since the engine started
-    num_draft_tokens: int  # those guesses
+    acceptance_rate: float | None  # 0..1, of all draft tokens that were checked since the engine started
+    num_draft_tokens: int  # those draft tokens
     ttft_p50: float | None  # seconds, of the last minute
     ttft_p95: float | None
     itl_p50: float | None

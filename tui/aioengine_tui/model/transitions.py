@@ -212,7 +212,7 @@ def _note_tokens(data: StateData, event: StepResultEvent) -> None:
         elif row.num_output_tokens == 0:
             _note_first_token(data, row, event)
         row.num_output_tokens += num_new
-        if event.num_draft_tokens:  # what was computed for wrong guesses does not count; no step behind this one is in flight
+        if event.num_draft_tokens:  # what was computed for rejected draft tokens does not count; no step behind this one is in flight
             row.num_computed_tokens = min(row.num_computed_tokens, row.num_tokens - 1)
         row.last_token_time = time
     data.totals.num_output_tokens += num_tokens
@@ -346,10 +346,10 @@ def _note_request_snapshot(data: StateData, request: RequestSnapshot, snapshot: 
     if row.last_step_id == 0 and request.num_cached_tokens >= 0:
         row.last_step_id = snapshot.step_id  # it has been scheduled, so the worker knows it; when, is not told
     if not was_followed:
-        _guess_recomputing(row)
+        _estimate_recomputing(row)
 
 
-def _guess_recomputing(row: RequestRow) -> None:
+def _estimate_recomputing(row: RequestRow) -> None:
     """No token is sampled while old ones are computed again, so all that are known are old ones.
 
     Just one missing is what decoding looks like with no step in flight: the latest token goes through the model next.

@@ -111,7 +111,7 @@ def _facts(state: DashboardState, gauges: Gauges, width: int) -> list[Line]:
     for label, value, role in counts:
         requests += [Part(f"  {label} " if requests else f"{label} ", "muted"), Part(str(value), role if value else "muted")]
     if gauges.acceptance_rate is not None:
-        requests += [Part("  guesses right ", "muted"), Part(percent(gauges.acceptance_rate), "good")]
+        requests += [Part("  draft tokens accepted ", "muted"), Part(percent(gauges.acceptance_rate), "good")]
         requests.append(Part(f" of {gauges.num_draft_tokens}", "muted"))
     used, total = gauges.num_used_blocks, max(1, gauges.num_total_blocks)
     shared = min(gauges.num_shared_blocks, used)

@@ -1,8 +1,8 @@
-"""What guessing by n-gram look-up gains, and what it costs where there is nothing to guess.
+"""What draft tokens from n-grams gain, and what they cost where there are none.
 
-    python benchmarks/speculation.py --guesses 0 4 8 --batch 1 4 16
+    python benchmarks/draft_tokens.py --num-speculative-tokens 0 4 8 --batch 1 4 16
 
-Each text is answered greedily by the built-in model, with each number of guesses in turn and that `--repeats` times, so that
+Each text is answered greedily by the built-in model, with each number of draft tokens in turn and that `--repeats` times, so that
 a slow minute of the machine falls on all of them. Reported is the median of the output tokens a second.
 """
 
@@ -58,7 +58,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--weights", default="exact")
-    parser.add_argument("--guesses", type=int, nargs="+", default=[0, 4, 8])
+    parser.add_argument("--num-speculative-tokens", type=int, nargs="+", default=[0, 4, 8])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -83,35 +83,37 @@ async def answer(engine: AsyncEngine, text: str, *, batch: int, params: Sampling
 async def main() -> None:
     args = parse_arguments()
     engines = {
-        guesses: AsyncEngine(
+        num_speculative_tokens: AsyncEngine(
             args.model,
             weights=args.weights,
             max_model_len=2048,
             enable_prefix_caching=False,
-            num_speculative_tokens=guesses,
+            num_speculative_tokens=num_speculative_tokens,
             num_threads=args.threads,  # a number: "all" is what the first engine of a process leaves to the others
         )
-        for guesses in args.guesses
+        for num_speculative_tokens in args.num_speculative_tokens
     }
     params = SamplingParams(temperature=args.temperature, seed=1, max_tokens=args.max_tokens, ignore_eos=True)
-    print(f"{'text':<20} {'batch':>5} {'guesses':>7} {'tokens/s':>9} {'gain':>6} {'right':>6} {'of':>6}  same output")
+    print(f"{'text':<20} {'batch':>5} {'drafted':>7} {'tokens/s':>9} {'gain':>6} {'accepted':>8} {'of':>6}  same output")
     for engine in engines.values():
         await engine.start()
         await answer(engine, "Hello", batch=1, params=params, measured=Measured())
     for name, text in TEXTS.items():
         for batch in args.batch:
-            measured = {guesses: Measured() for guesses in engines}
+            measured = {num_speculative_tokens: Measured() for num_speculative_tokens in engines}
             for _ in range(args.repeats):
-                for guesses, engine in engines.items():
-                    await answer(engine, text, batch=batch, params=params, measured=measured[guesses])
-            base = measured[args.guesses[0]]
-            for guesses, m in measured.items():
+                for num_speculative_tokens, engine in engines.items():
+                    await answer(engine, text, batch=batch, params=params, measured=measured[num_speculative_tokens])
+            base = measured[args.num_speculative_tokens[0]]
+            for num_speculative_tokens, m in measured.items():
                 rate = statistics.median(m.rates)
                 share = f"{m.num_accepted_tokens / m.num_draft_tokens:.0%}" if m.num_draft_tokens else "-"
                 gain = rate / statistics.median(base.rates)
                 same = "yes" if m.token_ids == base.token_ids else "NO"
                 print(
-                    f"{name:<20} {batch:>5} {guesses:>7} {rate:>9.1f} {gain:>5.2f}x {share:>6} {m.num_draft_tokens:>6}  {same}", flush=True
+                    f"{name:<20} {batch:>5} {num_speculative_tokens:>7} {rate:>9.1f} {gain:>5.2f}x "
+                    f"{share:>8} {m.num_draft_tokens:>6}  {same}",
+                    flush=True,
                 )
     for engine in engines.values():
         await engine.shutdown()

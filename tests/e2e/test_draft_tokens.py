@@ -1,7 +1,7 @@
-"""With guesses or without, the same output: n-gram speculation changes how many tokens a step gives, and nothing else.
+"""With draft tokens or without, the same output: n-gram speculative decoding changes how many tokens a step gives, and nothing else.
 
 That is more than distribution preserving, and so stands for it: a token is always sampled from the model's own distribution
-with the random number of its own place in the output, and a guess g is kept exactly if that sample is g, which happens with
+with the random number of its own place in the output, and a draft token g is kept exactly if that sample is g, which happens with
 probability p(g). There is no other randomness to test.
 """
 
@@ -75,7 +75,7 @@ def plain(tiny_model: Path) -> dict[str, list[RequestOutput]]:
 
 
 POINTS = [
-    # pool, chunk, prefix cache, alone, guesses, n-grams
+    # pool, chunk, prefix cache, alone, draft tokens, n-grams
     ("big", None, True, False, 4, (2, 4)),
     ("big", None, False, False, 1, (1, 1)),
     ("big", 3, True, False, 9, (1, 3)),
@@ -87,15 +87,15 @@ POINTS = [
 
 
 @needs_native
-@pytest.mark.parametrize(("pool", "chunk", "prefix_cache", "alone", "num_guesses", "ngrams"), POINTS)
-async def test_guesses_change_no_bit_of_the_output(
+@pytest.mark.parametrize(("pool", "chunk", "prefix_cache", "alone", "num_draft_tokens", "ngrams"), POINTS)
+async def test_draft_tokens_change_no_bit_of_the_output(
     tiny_model: Path,
     plain: dict[str, list[RequestOutput]],
     pool: str,
     chunk: int | None,
     prefix_cache: bool,
     alone: bool,
-    num_guesses: int,
+    num_draft_tokens: int,
     ngrams: tuple[int, int],
 ) -> None:
     outputs, stats = await run(
@@ -106,7 +106,7 @@ async def test_guesses_change_no_bit_of_the_output(
         enable_prefix_caching=prefix_cache,
         long_prefill_token_threshold=chunk or 0,
         max_num_seqs=6,
-        num_speculative_tokens=num_guesses,
+        num_speculative_tokens=num_draft_tokens,
         prompt_lookup_min=ngrams[0],
         prompt_lookup_max=ngrams[1],
     )
@@ -117,25 +117,27 @@ async def test_guesses_change_no_bit_of_the_output(
 
 
 @pytest.mark.parametrize("alone", [True, False])
-async def test_guesses_change_no_token_with_dense_weights(tiny_model: Path, plain: dict[str, list[RequestOutput]], alone: bool) -> None:
+async def test_draft_tokens_change_no_token_with_dense_weights(
+    tiny_model: Path, plain: dict[str, list[RequestOutput]], alone: bool
+) -> None:
     outputs, stats = await run(tiny_model, alone=alone, num_speculative_tokens=5, prompt_lookup_min=1, max_num_seqs=8)
     assert results(outputs, bits=False) == results(plain["dense"], bits=False)
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
 
 
 async def test_repetition_takes_fewer_steps(tiny_model: Path) -> None:
-    """Twenty times the same token in a row, by the bias: the guesses are all right, and a step gives several tokens."""
+    """Twenty times the same token in a row, by the bias: the draft tokens are all right, and a step gives several tokens."""
     params = SamplingParams(temperature=0, max_tokens=60, logit_bias={50: 100.0})
     num_steps = []
-    for num_guesses in (0, 7):
-        async with AsyncEngine(str(tiny_model), weights="dense", num_speculative_tokens=num_guesses) as engine:
+    for num_draft_tokens in (0, 7):
+        async with AsyncEngine(str(tiny_model), weights="dense", num_speculative_tokens=num_draft_tokens) as engine:
             outputs = await engine.generate_batch([[5, 6, 7]], params, progress=False)
             assert outputs[0].token_ids == [50] * 60
             num_steps.append(engine.snapshot().step_id)
     assert num_steps[1] < num_steps[0] / 4
 
 
-async def test_guesses_on_a_device_are_refused() -> None:
+async def test_draft_tokens_on_a_device_are_refused() -> None:
     from aioengine import EngineConfig
     from aioengine.testing import make_model_info
 

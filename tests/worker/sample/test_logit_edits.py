@@ -163,10 +163,10 @@ def test_a_step_of_default_rows_has_no_edits_to_look_at() -> None:
     one = np.zeros(1, dtype=np.int64)
     states.set(0, SamplingParams(seed=0))
     states.set(1, SamplingParams(seed=0, presence_penalty=1.0))
-    assert states.gather(one, one).edits is None
-    assert states.gather(one + 1, one).edits is not None
+    assert states.gather(one, one).logit_edits is None
+    assert states.gather(one + 1, one).logit_edits is not None
     states.clear(1)
-    assert states.gather(one + 1, one).edits is None
+    assert states.gather(one + 1, one).logit_edits is None
 
 
 @pytest.mark.parametrize("output", [[], [7], [5, 6], [5, 6, 7], [7, 5, 6, 8], [6, 7, 5]])
@@ -193,9 +193,9 @@ def test_more_rows_than_are_penalised_at_once() -> None:
         assert on_host(logits[i : i + 1], [rows[i]]).logprobs[0] == together.logprobs[i]
 
 
-def test_rows_of_one_request_see_the_guesses_before_them() -> None:
-    """Guesses stand in the table behind the known tokens; a row's history ends where its output index says."""
-    prompt, output, guesses = [1, 2], [4], [7, 7, 8]
+def test_rows_of_one_request_see_the_draft_tokens_before_them() -> None:
+    """Draft tokens stand in the table behind the known tokens; a row's history ends where its output index says."""
+    prompt, output, draft_token_ids = [1, 2], [4], [7, 7, 8]
     options: dict[str, Any] = {
         "temperature": 0,
         "logprobs": 20,
@@ -205,12 +205,12 @@ def test_rows_of_one_request_see_the_guesses_before_them() -> None:
     states = SamplingStates(max_num_reqs=3, vocab_size=VOCAB_SIZE, eos_token_ids=frozenset({EOS}))
     states.set(1, SamplingParams(seed=0, **options), num_prompt_tokens=2)
     table = torch.zeros(3, 32, dtype=torch.int32)
-    table[1, :6] = torch.tensor(prompt + output + guesses)
+    table[1, :6] = torch.tensor(prompt + output + draft_token_ids)
     logits = make_logits(4)
     batch = states.gather(np.ones(4, dtype=np.int64), np.arange(1, 5))
     rows = sample(logits.clone(), batch, token_table=table, logprobs_mode="processed_logits")
     for j in range(4):
-        alone = on_host(logits[j : j + 1], [(prompt, output + guesses[:j], options)])
+        alone = on_host(logits[j : j + 1], [(prompt, output + draft_token_ids[:j], options)])
         assert rows.logprobs[j] == alone.logprobs[0]
 
 

@@ -1,4 +1,4 @@
-"""Guesses seen from outside the engine: the same stream in fewer steps, and events that say how many were right."""
+"""Draft tokens seen from outside the engine: the same stream in fewer steps, and events that say how many were right."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ async def sing(params: SamplingParams = PARAMS, *, answer: str = REFRAIN, **opti
         return output, len([out for out in executor.outputs if not out.is_cleanup_only]), list(subscription.drain())
 
 
-@pytest.mark.parametrize("num_guesses", [1, 4, 16])
-async def test_the_same_text_in_fewer_steps(num_guesses: int) -> None:
+@pytest.mark.parametrize("num_draft_tokens", [1, 4, 16])
+async def test_the_same_text_in_fewer_steps(num_draft_tokens: int) -> None:
     plain, num_plain_steps, _ = await sing()
-    output, num_steps, _ = await sing(num_speculative_tokens=num_guesses)
+    output, num_steps, _ = await sing(num_speculative_tokens=num_draft_tokens)
     assert output.text == plain.text == REFRAIN
     assert output.token_ids == plain.token_ids
     assert num_plain_steps == len(REFRAIN)
-    assert num_steps < num_plain_steps * (0.4 if num_guesses >= 4 else 0.7)
+    assert num_steps < num_plain_steps * (0.4 if num_draft_tokens >= 4 else 0.7)
 
 
 async def test_a_stop_string_in_the_middle_of_a_run_cuts_it_there() -> None:
@@ -51,17 +51,17 @@ async def test_logprobs_come_one_for_each_token() -> None:
     assert [next(iter(entry)) for entry in logprobs] == output.token_ids
 
 
-async def test_events_tell_how_many_guesses_were_right() -> None:
+async def test_events_tell_how_many_draft_tokens_were_right() -> None:
     _, num_steps, events = await sing(num_speculative_tokens=4)
     results = [event for event in events if isinstance(event, StepResultEvent)]
-    guessed = [len(ids) for e in events if isinstance(e, StepEvent) for ids in e.output.scheduled_spec_decode_tokens.values()]
-    assert sum(result.num_draft_tokens for result in results) == sum(guessed) == results[-1].stats.num_draft_tokens > 0
+    drafted = [len(ids) for e in events if isinstance(e, StepEvent) for ids in e.output.scheduled_spec_decode_tokens.values()]
+    assert sum(result.num_draft_tokens for result in results) == sum(drafted) == results[-1].stats.num_draft_tokens > 0
     assert sum(result.num_accepted_tokens for result in results) == results[-1].stats.num_accepted_tokens
     assert results[-1].stats.num_accepted_tokens == len(REFRAIN) - num_steps
     assert 0 < (results[-1].stats.acceptance_rate or 0) < 1
 
 
-async def test_the_metrics_of_a_request_tell_how_many_of_its_guesses_were_right() -> None:
+async def test_the_metrics_of_a_request_tell_how_many_of_its_draft_tokens_were_right() -> None:
     output, num_steps, events = await sing(num_speculative_tokens=4)
     stats = events[-1].stats
     metrics = output.metrics
@@ -74,7 +74,7 @@ async def test_the_metrics_of_a_request_tell_how_many_of_its_guesses_were_right(
     assert (plain.metrics.num_draft_tokens, plain.metrics.num_accepted_tokens, plain.metrics.acceptance_rate) == (0, 0, None)
 
 
-async def test_the_guesses_of_several_requests_add_up_to_those_of_the_engine() -> None:
+async def test_the_draft_tokens_of_several_requests_add_up_to_those_of_the_engine() -> None:
     executor = FakeExecutor(next_token=scripted(REFRAIN), num_blocks=24)
     options: dict[str, Any] = {"check_invariants": True, "num_speculative_tokens": 4, "max_model_len": 200}
     async with AsyncEngine(executor=executor, tokenizer=FakeTokenizer(), **options) as engine:
@@ -85,7 +85,7 @@ async def test_the_guesses_of_several_requests_add_up_to_those_of_the_engine() -
     assert sum(output.metrics.num_accepted_tokens for output in outputs) == stats.num_accepted_tokens > 0
 
 
-async def test_a_request_that_fails_among_its_guesses_ends_alone() -> None:
+async def test_a_request_that_fails_among_its_draft_tokens_ends_alone() -> None:
     executor = FakeExecutor(next_token=scripted(REFRAIN))
     executor.fail_request("bad", num_output_tokens=60)
     async with AsyncEngine(executor=executor, tokenizer=FakeTokenizer(), check_invariants=True, num_speculative_tokens=8) as engine:

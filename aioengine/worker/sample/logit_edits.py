@@ -27,7 +27,7 @@ _NONE: LongArray = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class RequestEdits:
+class RequestLogitEdits:
     """What one request does to its logits; tokens that the vocabulary does not have are left out."""
 
     allowed_token_ids: LongArray | None
@@ -49,7 +49,7 @@ class RequestEdits:
         return self.has_penalties or len(self.word_last_ids) > 0
 
 
-def request_edits(params: SamplingParams, *, vocab_size: int) -> RequestEdits | None:
+def request_logit_edits(params: SamplingParams, *, vocab_size: int) -> RequestLogitEdits | None:
     """None for a request that leaves its logits as they are."""
     has_penalties = params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
     if params.allowed_token_ids is None and not params.bad_words_token_ids and not params.logit_bias and not has_penalties:
@@ -59,7 +59,7 @@ def request_edits(params: SamplingParams, *, vocab_size: int) -> RequestEdits | 
     bias_ids = np.fromiter(params.logit_bias, dtype=np.int64, count=len(params.logit_bias))
     biases = np.fromiter(params.logit_bias.values(), dtype=np.float32, count=len(bias_ids))
     prefixes, last = _split_words([word for word in words if len(word) > 1])
-    return RequestEdits(
+    return RequestLogitEdits(
         allowed_token_ids=None if params.allowed_token_ids is None else _ids_below(vocab_size, params.allowed_token_ids),
         bad_token_ids=np.asarray([word[0] for word in words if len(word) == 1], dtype=np.int64),
         word_prefixes=prefixes,
@@ -86,7 +86,7 @@ def _widen(prefixes: LongArray, width: int) -> LongArray:
 
 
 @dataclass(frozen=True, slots=True)
-class EditArrays:
+class LogitEditArrays:
     """A step's edits on the host. A position is row * vocab_size + token id, in the flattened logits."""
 
     allowed_rows: LongArray  # [a]: the rows that may only sample what is in
@@ -110,44 +110,44 @@ class EditArrays:
         return [value for field in fields(self) if isinstance(value := getattr(self, field.name), np.ndarray)]
 
 
-def edit_arrays(
-    rows: Sequence[tuple[int, RequestEdits]],  # row of the logits, and what its request does to it
+def logit_edit_arrays(
+    rows: Sequence[tuple[int, RequestLogitEdits]],  # row of the logits, and what its request does to it
     *,
     slots: LongArray,  # [n]
     history_lens: LongArray,  # [n]
     num_prompt_tokens: LongArray,  # [n]
     vocab_size: int,
-) -> EditArrays:
+) -> LogitEditArrays:
     """Collect what the rows of a step do."""
-    histories = [(row, edits) for row, edits in rows if edits.needs_history]
+    histories = [(row, logit_edits) for row, logit_edits in rows if logit_edits.needs_history]
     history_rows = np.asarray([row for row, _ in histories], dtype=np.int64)
-    allowed = [(row, edits.allowed_token_ids) for row, edits in rows if edits.allowed_token_ids is not None]
-    words = [(place, row, edits) for place, (row, edits) in enumerate(histories) if len(edits.word_last_ids)]
-    width = max((edits.word_prefixes.shape[1] for _, _, edits in words), default=0)
+    allowed = [(row, logit_edits.allowed_token_ids) for row, logit_edits in rows if logit_edits.allowed_token_ids is not None]
+    words = [(place, row, logit_edits) for place, (row, logit_edits) in enumerate(histories) if len(logit_edits.word_last_ids)]
+    width = max((logit_edits.word_prefixes.shape[1] for _, _, logit_edits in words), default=0)
     no_prefixes = np.zeros((0, width), dtype=np.int64)
     lens = history_lens[history_rows]
-    return EditArrays(
+    return LogitEditArrays(
         allowed_rows=np.asarray([row for row, _ in allowed], dtype=np.int64),
         allowed_positions=_join([row * vocab_size + ids for row, ids in allowed]),
-        bad_positions=_join([row * vocab_size + edits.bad_token_ids for row, edits in rows if len(edits.bad_token_ids)]),
-        bias_positions=_join([row * vocab_size + edits.bias_token_ids for row, edits in rows if len(edits.biases)]),
-        biases=np.concatenate([np.zeros(0, dtype=np.float32), *(edits.biases for _, edits in rows)]),
+        bad_positions=_join([row * vocab_size + logit_edits.bad_token_ids for row, logit_edits in rows if len(logit_edits.bad_token_ids)]),
+        bias_positions=_join([row * vocab_size + logit_edits.bias_token_ids for row, logit_edits in rows if len(logit_edits.biases)]),
+        biases=np.concatenate([np.zeros(0, dtype=np.float32), *(logit_edits.biases for _, logit_edits in rows)]),
         history_rows=history_rows,
         history_slots=slots[history_rows],
         history_lens=lens,
         num_prompt_tokens=num_prompt_tokens[history_rows],
         penalties=_columns([(e.repetition_penalty, e.frequency_penalty, e.presence_penalty) for _, e in histories]),
-        word_histories=_join([np.full(len(edits.word_last_ids), place, dtype=np.int64) for place, _, edits in words]),
-        word_prefixes=np.concatenate([no_prefixes, *(_widen(edits.word_prefixes, width) for _, _, edits in words)]),
-        word_positions=_join([row * vocab_size + edits.word_last_ids for _, row, edits in words]),
+        word_histories=_join([np.full(len(logit_edits.word_last_ids), place, dtype=np.int64) for place, _, logit_edits in words]),
+        word_prefixes=np.concatenate([no_prefixes, *(_widen(logit_edits.word_prefixes, width) for _, _, logit_edits in words)]),
+        word_positions=_join([row * vocab_size + logit_edits.word_last_ids for _, row, logit_edits in words]),
         max_history_len=int(lens.max()) if len(lens) else 0,
-        has_penalties=any(edits.has_penalties for _, edits in histories),
+        has_penalties=any(logit_edits.has_penalties for _, logit_edits in histories),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class LogitEdits:
-    """`EditArrays` as tensors on the device of the logits, with the tokens that they depend on."""
+    """`LogitEditArrays` as tensors on the device of the logits, with the tokens that they depend on."""
 
     allowed_rows: torch.Tensor  # [a] int64
     allowed_positions: torch.Tensor  # [.] int64
@@ -167,7 +167,7 @@ class LogitEdits:
     @classmethod
     def build(
         cls,
-        host: EditArrays,
+        host: LogitEditArrays,
         tensors: Sequence[torch.Tensor],  # `host.arrays()` on the device
         *,
         token_table: torch.Tensor,  # [max_num_reqs, max_model_len] int32
@@ -192,59 +192,59 @@ class LogitEdits:
         )
 
 
-def apply_masks(logits: torch.Tensor, edits: LogitEdits) -> None:
+def apply_masks(logits: torch.Tensor, logit_edits: LogitEdits) -> None:
     """allowed_token_ids, then bad_words: what may not be sampled becomes -inf in `logits` [n, vocab_size], in place.
 
     As in vLLM, a bad word's last token is forbidden where the end of the output is the rest of the word.
     """
     flat = logits.view(-1)
-    if edits.allowed_rows.shape[0]:
-        kept = flat.index_select(0, edits.allowed_positions)
-        logits.index_fill_(0, edits.allowed_rows, -torch.inf)
-        flat.index_copy_(0, edits.allowed_positions, kept)
-    if edits.bad_positions.shape[0]:
-        flat.index_fill_(0, edits.bad_positions, -torch.inf)
-    if edits.word_positions.shape[0]:
-        bound = torch.where(_matches(edits), -torch.inf, torch.inf)
-        flat.scatter_reduce_(0, edits.word_positions, bound, "amin")
+    if logit_edits.allowed_rows.shape[0]:
+        kept = flat.index_select(0, logit_edits.allowed_positions)
+        logits.index_fill_(0, logit_edits.allowed_rows, -torch.inf)
+        flat.index_copy_(0, logit_edits.allowed_positions, kept)
+    if logit_edits.bad_positions.shape[0]:
+        flat.index_fill_(0, logit_edits.bad_positions, -torch.inf)
+    if logit_edits.word_positions.shape[0]:
+        bound = torch.where(_matches(logit_edits), -torch.inf, torch.inf)
+        flat.scatter_reduce_(0, logit_edits.word_positions, bound, "amin")
 
 
-def apply_bias(logits: torch.Tensor, edits: LogitEdits) -> None:
+def apply_bias(logits: torch.Tensor, logit_edits: LogitEdits) -> None:
     """logit_bias, in place."""
-    if edits.bias_positions.shape[0]:
+    if logit_edits.bias_positions.shape[0]:
         flat = logits.view(-1)
-        flat.index_copy_(0, edits.bias_positions, flat.index_select(0, edits.bias_positions) + edits.biases)
+        flat.index_copy_(0, logit_edits.bias_positions, flat.index_select(0, logit_edits.bias_positions) + logit_edits.biases)
 
 
-def apply_penalties(logits: torch.Tensor, edits: LogitEdits) -> None:
+def apply_penalties(logits: torch.Tensor, logit_edits: LogitEdits) -> None:
     """Repetition penalty (Keskar et al., arXiv:1909.05858) over prompt and output, then frequency and presence penalty
     over the output, in place. Only the logits of tokens that occurred are read."""
-    if edits.has_penalties:
-        for start in range(0, edits.history_rows.shape[0], _PENALTY_GROUP):
-            _penalise(logits, edits, slice(start, start + _PENALTY_GROUP))
+    if logit_edits.has_penalties:
+        for start in range(0, logit_edits.history_rows.shape[0], _PENALTY_GROUP):
+            _penalise(logits, logit_edits, slice(start, start + _PENALTY_GROUP))
 
 
-def _matches(edits: LogitEdits) -> torch.Tensor:  # [w] bool: the output ends with the bad word's prefix
-    width = edits.word_prefixes.shape[1]
-    lens = edits.history_lens[edits.word_histories]
+def _matches(logit_edits: LogitEdits) -> torch.Tensor:  # [w] bool: the output ends with the bad word's prefix
+    width = logit_edits.word_prefixes.shape[1]
+    lens = logit_edits.history_lens[logit_edits.word_histories]
     places = lens[:, None] + torch.arange(-width, 0, device=lens.device)  # [w, m]
-    tail = edits.token_ids[edits.word_histories[:, None], places.clamp(min=0)]
-    is_padding = edits.word_prefixes < 0
-    is_output = places >= edits.num_prompt_tokens[edits.word_histories, None]
-    return (is_padding | ((tail == edits.word_prefixes) & is_output)).all(dim=1)
+    tail = logit_edits.token_ids[logit_edits.word_histories[:, None], places.clamp(min=0)]
+    is_padding = logit_edits.word_prefixes < 0
+    is_output = places >= logit_edits.num_prompt_tokens[logit_edits.word_histories, None]
+    return (is_padding | ((tail == logit_edits.word_prefixes) & is_output)).all(dim=1)
 
 
-def _penalise(logits: torch.Tensor, edits: LogitEdits, group: slice) -> None:
+def _penalise(logits: torch.Tensor, logit_edits: LogitEdits, group: slice) -> None:
     vocab_size = logits.shape[1]
-    lens, num_prompt = edits.history_lens[group, None], edits.num_prompt_tokens[group, None]
-    repetition, frequency, presence = edits.penalties[:, group, None].unbind(0)  # each [g, 1]
-    places = torch.arange(edits.token_ids.shape[1], device=logits.device)
+    lens, num_prompt = logit_edits.history_lens[group, None], logit_edits.num_prompt_tokens[group, None]
+    repetition, frequency, presence = logit_edits.penalties[:, group, None].unbind(0)  # each [g, 1]
+    places = torch.arange(logit_edits.token_ids.shape[1], device=logits.device)
     # Behind its end a history repeats its first token: the same value is computed, and written, once more.
-    token_ids = torch.where(places < lens, edits.token_ids[group], edits.token_ids[group, :1])  # [g, l]
+    token_ids = torch.where(places < lens, logit_edits.token_ids[group], logit_edits.token_ids[group, :1])  # [g, l]
     is_output = (places >= num_prompt) & (places < lens)
     counts = torch.zeros(token_ids.shape[0], vocab_size, dtype=torch.int32, device=logits.device)
     counts = counts.scatter_add_(1, token_ids, is_output.int()).gather(1, token_ids)  # [g, l]
-    positions = edits.history_rows[group, None] * vocab_size + token_ids
+    positions = logit_edits.history_rows[group, None] * vocab_size + token_ids
     flat = logits.view(-1)
     values = flat[positions]
     values = torch.where(values > 0, values / repetition, values * repetition)

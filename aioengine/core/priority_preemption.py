@@ -19,7 +19,7 @@ class Claim:
     num_blocks: int  # new ones
 
 
-def num_to_displace(
+def num_to_preempt(
     request: Request, *, running: Sequence[Request], claims: Sequence[Claim], config: SchedulerConfig, kv_cache_manager: KVCacheManager
 ) -> int:
     """How many from the end of `running` have to go so that `request`, the next of the queue, is admitted in this step.
