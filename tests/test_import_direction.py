@@ -125,41 +125,6 @@ def test_the_rooms_of_the_engine_know_only_those_below_them() -> None:
             assert other in allowed, f"{name} imports {target}"
 
 
-def module_graph() -> dict[str, set[str]]:
-    """Module -> the modules of ours that it names in an import, wherever that stands: in a function or for types only too.
-
-    Without the package `aioengine` itself, whose names are loaded on first use.
-    """
-    paths = {name: path for name, path in modules() if name != "aioengine"}
-    graph: dict[str, set[str]] = {name: set() for name in paths}
-    for name, path in paths.items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Import):
-                targets = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module is not None:
-                # `from package import name` may name a module of the package.
-                targets = [f"{node.module}.{alias.name}" for alias in node.names] + [node.module]
-                targets = [target for target in targets[:-1] if target in paths] or [node.module]
-            else:
-                continue
-            graph[name].update(target for target in targets if target in paths and target != name)
-    return graph
-
-
-# Circles are left in these parts.
-HAVE_CIRCLES = {"layers", "models", "worker", "tui", "bench"}
-
-
-@pytest.mark.parametrize("room", sorted({part(name) or "" for name, _ in modules()} - HAVE_CIRCLES))
-def test_no_module_imports_itself_by_way_of_others(room: str) -> None:
-    """Also where the import is for types only or stands in a function. Between parts the rules above leave no circle."""
-    left = {name: targets for name, targets in module_graph().items() if part(name) == room}
-    while left:
-        lowest = {name for name, targets in left.items() if not targets & left.keys()}
-        assert lowest, f"an import circle among {sorted(left)}"
-        left = {name: targets for name, targets in left.items() if name not in lowest}
-
-
 def test_folders_with_generic_names_are_no_packages() -> None:
     for folder in ("kernels", "tui", "benchmarks", "tests"):
         assert not (ROOT / folder / "__init__.py").exists(), f"{folder}/__init__.py would claim the import name {folder!r}"

@@ -346,10 +346,10 @@ def _note_request_snapshot(data: StateData, request: RequestSnapshot, snapshot: 
     if row.last_step_id == 0 and request.num_cached_tokens >= 0:
         row.last_step_id = snapshot.step_id  # it has been scheduled, so the worker knows it; when, is not told
     if not was_followed:
-        _assume_recomputing(row)
+        _estimate_recomputing(row)
 
 
-def _assume_recomputing(row: RequestRow) -> None:
+def _estimate_recomputing(row: RequestRow) -> None:
     """No token is sampled while old ones are computed again, so all that are known are old ones.
 
     Just one missing is what decoding looks like with no step in flight: the latest token goes through the model next.
