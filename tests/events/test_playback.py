@@ -339,6 +339,14 @@ async def test_pause_step_seek_and_jump(path: Path) -> None:
         assert source.now() == now
 
 
+@pytest.mark.parametrize(("asked", "given"), [(0.0, 0.01), (-3.0, 0.01), (1e9, 1000.0), (2.5, 2.5)])
+async def test_the_speed_keeps_to_its_limits(path: Path, asked: float, given: float) -> None:
+    source = FileSource(path, make_state=DashboardState, playing=False)
+    async with source:
+        source.set_speed(asked)
+        assert source.speed == given
+
+
 async def test_a_viewer_is_asked_for_copies_while_it_plays(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioengine.events.recording.cursor._FIRST_INTERVAL", 32)
     state = DashboardState()
