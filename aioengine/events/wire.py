@@ -14,6 +14,7 @@ for a new request, unless they are of an older engine that took more.
 from __future__ import annotations
 
 import dataclasses
+import operator
 import time
 import typing
 from collections.abc import Iterable, Mapping
@@ -111,25 +112,17 @@ def encode(event: Event, *, include_prompts: bool = False) -> bytes:
 
 
 def _to_line(kind: type[Event], fields: Event | dict[str, Any]) -> bytes:
-    prefix = _PREFIXES[kind]
-    line = bytearray(prefix)
-    _ENCODER.encode_into(fields, line, len(prefix))
-    line[len(prefix)] = _COMMA  # instead of the opening brace
-    line += b"\n"
-    return bytes(line)
+    return b"".join((_PREFIXES[kind], memoryview(_ENCODER.encode_lines((fields,)))[1:]))  # the prefix has the opening brace
 
 
 def _is_plain(event: Event, include_prompts: bool) -> bool:
     """It is written as it stands, as most steps are: nothing in it has another form on the wire, and no order is to be chosen."""
     match event:
         case StepEvent():
-            output = event.output
-            return not (
-                event.added
-                or output.scheduled_new_reqs
-                or output.scheduled_cached_reqs.all_token_ids
-                or (output.scheduled_spec_decode_tokens and not include_prompts)
-                or any(len(getattr(output, name)) > 1 for name in _FORMS[SchedulerOutput].sets)
+            return (
+                not any(_read_other_forms(event))
+                and max(map(len, _read_sets(event))) < 2
+                and (include_prompts or not event.output.scheduled_spec_decode_tokens)
             )
         case StepResultEvent():
             return not event.added and (include_prompts or not event.new_text)
@@ -331,11 +324,15 @@ _FORMS = {
     cls: _Form.of(cls)
     for cls in (StepEvent, StepResultEvent, EngineSnapshot, RequestSnapshot, SchedulerOutput, NewRequestData, CachedRequestData)
 }
+_read_other_forms = operator.attrgetter("added", "output.scheduled_new_reqs", "output.scheduled_cached_reqs.all_token_ids")
+_read_sets = operator.attrgetter(
+    *(f"output.{name}" for name in _FORMS[SchedulerOutput].sets),
+    *(f"output.scheduled_cached_reqs.{name}" for name in _FORMS[CachedRequestData].sets),
+)
 _TOKEN_LISTS = frozenset({"stop_token_ids", "allowed_token_ids", "logit_bias", "bad_words_token_ids"})
-_COMMA = ord(",")
 _ENCODER = msgspec.json.Encoder(enc_hook=_jsonable)
 _EVENT_TYPES: dict[str, type[Any]] = {"step": StepEvent, "result": StepResultEvent, "snapshot": EngineSnapshot}
-_PREFIXES = {cls: f'{{"type":"{tag}"'.encode() for tag, cls in _EVENT_TYPES.items()}
+_PREFIXES = {cls: f'{{"type":"{tag}",'.encode() for tag, cls in _EVENT_TYPES.items()}
 _HEADERS = StructReader({"header": WireHeader}, CheckedStructs())
 _EVENTS = StructReader(_EVENT_TYPES, _make_structs(lenient=False))
 _LENIENT_EVENTS = StructReader(_EVENT_TYPES, _make_structs(lenient=True))
