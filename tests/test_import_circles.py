@@ -13,7 +13,9 @@ KNOWN_CIRCLES: tuple[frozenset[str], ...] = (
     frozenset({"aioengine.engine.async_engine", "aioengine.engine.event_control"}),
     frozenset({"aioengine.layers.linear", "aioengine.layers.weight_format"}),
     frozenset({"aioengine.models.convert", "aioengine.models.tokenizer", "aioengine.models.tokenizer_files"}),
-    frozenset({"aioengine.worker.device", "aioengine.worker.device_pipeline", "aioengine.worker.input_batch", "aioengine.worker.pipeline"}),
+    frozenset(
+        f"aioengine.worker.{name}" for name in ("device", "device_pipeline", "input_batch", "memory_profile", "pipeline", "prompt_logprobs")
+    ),
     frozenset({"aioengine_bench.kernel_cases", "aioengine_bench.native_kernels"}),
 )
 
