@@ -131,9 +131,12 @@ def _is_plain(event: Event, include_prompts: bool) -> bool:
 
 def _check_integers(line: dict[str, Any]) -> None:
     """Raise OverflowError for an integer of a user's beyond 64 bits: msgspec would write it, and not every reader could read it."""
-    requests = line["output"]["scheduled_new_reqs"] if "output" in line else line.get("requests", ())
-    integers = [info.priority for info in line.get("added", ())]
-    integers += [request["priority"] for request in requests if "priority" in request]
+    if "output" in line:
+        requests, integers = line["output"]["scheduled_new_reqs"], []
+    else:
+        requests = line.get("requests", ())
+        integers = [request["priority"] for request in requests]
+    integers += [info.priority for info in line.get("added", ())]
     for request in requests:
         params = request["sampling_params"]
         if params and not _TOKEN_LISTS.isdisjoint(params):
@@ -201,15 +204,21 @@ def _request_snapshot_to_dict(request: RequestSnapshot, include_prompts: bool) -
 
 
 def _output_to_dict(output: SchedulerOutput, include_prompts: bool) -> dict[str, Any]:
-    cached_line = _fields_of(output.scheduled_cached_reqs)
-    if not include_prompts:
-        cached_line["num_all_tokens"] = {req_id: len(ids) for req_id, ids in cached_line.pop("all_token_ids").items()}
     line = _fields_of(output)
     if not include_prompts and output.scheduled_spec_decode_tokens:
         guesses = output.scheduled_spec_decode_tokens
         line["scheduled_spec_decode_tokens"] = {req_id: [HIDDEN_TOKEN_ID] * len(ids) for req_id, ids in guesses.items()}
     line["scheduled_new_reqs"] = [_new_request_to_dict(new, include_prompts) for new in output.scheduled_new_reqs]
-    line["scheduled_cached_reqs"] = cached_line
+    cached = output.scheduled_cached_reqs
+    if cached.all_token_ids or len(cached.resumed_req_ids) > 1:  # else it is written as it stands
+        line["scheduled_cached_reqs"] = _cached_to_dict(cached, include_prompts)
+    return line
+
+
+def _cached_to_dict(cached: CachedRequestData, include_prompts: bool) -> dict[str, Any]:
+    line = _fields_of(cached)
+    if not include_prompts:
+        line["num_all_tokens"] = {req_id: len(ids) for req_id, ids in line.pop("all_token_ids").items()}
     return line
 
 
