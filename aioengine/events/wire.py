@@ -14,6 +14,7 @@ for a new request, unless they are of an older engine that took more.
 from __future__ import annotations
 
 import dataclasses
+import operator
 import time
 import typing
 from collections.abc import Iterable, Mapping
@@ -111,25 +112,17 @@ def encode(event: Event, *, include_prompts: bool = False) -> bytes:
 
 
 def _to_line(kind: type[Event], fields: Event | dict[str, Any]) -> bytes:
-    prefix = _PREFIXES[kind]
-    line = bytearray(prefix)
-    _ENCODER.encode_into(fields, line, len(prefix))
-    line[len(prefix)] = _COMMA  # instead of the opening brace
-    line += b"\n"
-    return bytes(line)
+    return b"".join((_PREFIXES[kind], memoryview(_ENCODER.encode_lines((fields,)))[1:]))  # the prefix has the opening brace
 
 
 def _is_plain(event: Event, include_prompts: bool) -> bool:
     """It is written as it stands, as most steps are: nothing in it has another form on the wire, and no order is to be chosen."""
     match event:
         case StepEvent():
-            output = event.output
-            return not (
-                event.added
-                or output.scheduled_new_reqs
-                or output.scheduled_cached_reqs.all_token_ids
-                or (output.scheduled_spec_decode_tokens and not include_prompts)
-                or any(len(getattr(output, name)) > 1 for name in _FORMS[SchedulerOutput].sets)
+            return (
+                not any(_read_other_forms(event))
+                and max(map(len, _read_sets(event))) < 2
+                and (include_prompts or not event.output.scheduled_spec_decode_tokens)
             )
         case StepResultEvent():
             return not event.added and (include_prompts or not event.new_text)
@@ -138,9 +131,12 @@ def _is_plain(event: Event, include_prompts: bool) -> bool:
 
 def _check_integers(line: dict[str, Any]) -> None:
     """Raise OverflowError for an integer of a user's beyond 64 bits: msgspec would write it, and not every reader could read it."""
-    requests = line["output"]["scheduled_new_reqs"] if "output" in line else line.get("requests", ())
-    integers = [info.priority for info in line.get("added", ())]
-    integers += [request["priority"] for request in requests if "priority" in request]
+    if "output" in line:
+        requests, integers = line["output"]["scheduled_new_reqs"], []
+    else:
+        requests = line.get("requests", ())
+        integers = [request["priority"] for request in requests]
+    integers += [info.priority for info in line.get("added", ())]
     for request in requests:
         params = request["sampling_params"]
         if params and not _TOKEN_LISTS.isdisjoint(params):
@@ -208,15 +204,21 @@ def _request_snapshot_to_dict(request: RequestSnapshot, include_prompts: bool) -
 
 
 def _output_to_dict(output: SchedulerOutput, include_prompts: bool) -> dict[str, Any]:
-    cached_line = _fields_of(output.scheduled_cached_reqs)
-    if not include_prompts:
-        cached_line["num_all_tokens"] = {req_id: len(ids) for req_id, ids in cached_line.pop("all_token_ids").items()}
     line = _fields_of(output)
     if not include_prompts and output.scheduled_spec_decode_tokens:
         draft_token_ids = output.scheduled_spec_decode_tokens
         line["scheduled_spec_decode_tokens"] = {req_id: [HIDDEN_TOKEN_ID] * len(ids) for req_id, ids in draft_token_ids.items()}
     line["scheduled_new_reqs"] = [_new_request_to_dict(new, include_prompts) for new in output.scheduled_new_reqs]
-    line["scheduled_cached_reqs"] = cached_line
+    cached = output.scheduled_cached_reqs
+    if cached.all_token_ids or len(cached.resumed_req_ids) > 1:  # else it is written as it stands
+        line["scheduled_cached_reqs"] = _cached_to_dict(cached, include_prompts)
+    return line
+
+
+def _cached_to_dict(cached: CachedRequestData, include_prompts: bool) -> dict[str, Any]:
+    line = _fields_of(cached)
+    if not include_prompts:
+        line["num_all_tokens"] = {req_id: len(ids) for req_id, ids in line.pop("all_token_ids").items()}
     return line
 
 
@@ -331,11 +333,15 @@ _FORMS = {
     cls: _Form.of(cls)
     for cls in (StepEvent, StepResultEvent, EngineSnapshot, RequestSnapshot, SchedulerOutput, NewRequestData, CachedRequestData)
 }
+_read_other_forms = operator.attrgetter("added", "output.scheduled_new_reqs", "output.scheduled_cached_reqs.all_token_ids")
+_read_sets = operator.attrgetter(
+    *(f"output.{name}" for name in _FORMS[SchedulerOutput].sets),
+    *(f"output.scheduled_cached_reqs.{name}" for name in _FORMS[CachedRequestData].sets),
+)
 _TOKEN_LISTS = frozenset({"stop_token_ids", "allowed_token_ids", "logit_bias", "bad_words_token_ids"})
-_COMMA = ord(",")
 _ENCODER = msgspec.json.Encoder(enc_hook=_jsonable)
 _EVENT_TYPES: dict[str, type[Any]] = {"step": StepEvent, "result": StepResultEvent, "snapshot": EngineSnapshot}
-_PREFIXES = {cls: f'{{"type":"{tag}"'.encode() for tag, cls in _EVENT_TYPES.items()}
+_PREFIXES = {cls: f'{{"type":"{tag}",'.encode() for tag, cls in _EVENT_TYPES.items()}
 _HEADERS = StructReader({"header": WireHeader}, CheckedStructs())
 _EVENTS = StructReader(_EVENT_TYPES, _make_structs(lenient=False))
 _LENIENT_EVENTS = StructReader(_EVENT_TYPES, _make_structs(lenient=True))

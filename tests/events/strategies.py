@@ -69,7 +69,7 @@ sampling_params = st.builds(
     | st.builds(StructuredOutputsParams, json=st.just({"type": "object"}))
     | st.builds(StructuredOutputsParams, choice=st.lists(texts.filter(bool), min_size=1, max_size=2)),
     repetition_detection=st.none() | st.builds(RepetitionDetectionParams, st.integers(4, 1024), st.integers(0, 4), st.integers(2, 65536)),
-)
+).filter(lambda params: params is not None)
 any_texts = st.text(st.characters(), max_size=8)  # half surrogate pairs, NUL and control characters too
 any_ints = st.integers() | st.sampled_from([2**63, 2**64, -(2**70), 10**30, 10**400])
 any_json = st.recursive(

@@ -372,6 +372,17 @@ def test_equal_events_are_equal_bytes_whatever_was_left_to_the_library(event: Ev
         assert list(line["output"]["num_scheduled_tokens"]) == list(event.output.num_scheduled_tokens)
 
 
+def test_sets_are_sorted_also_in_a_step_that_hides_nothing() -> None:
+    ids = frozenset(f"request-{number}" for number in range(50))
+    for name in ("finished_req_ids", "preempted_req_ids", "structured_output_request_ids"):
+        output = SchedulerOutput(3, [], CachedRequestData(), {}, 0, **{name: ids})  # type: ignore[arg-type]
+        line = orjson.loads(encode(dataclasses.replace(STEP, output=output, added=[])))
+        assert line["output"][name] == sorted(ids)
+    output = SchedulerOutput(3, [], CachedRequestData(resumed_req_ids=ids), {}, 0)
+    line = orjson.loads(encode(dataclasses.replace(STEP, output=output, added=[])))
+    assert line["output"]["scheduled_cached_reqs"]["resumed_req_ids"] == sorted(ids)
+
+
 def test_integers_beyond_64_bits_are_written_as_the_nearest_that_every_reader_takes() -> None:
     for odd in (
         dataclasses.replace(STEP, added=[RequestInfo("new", 3, 16, 0.5, priority=-(2**70))]),

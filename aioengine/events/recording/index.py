@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from heapq import heappush, heapreplace
 from io import BufferedReader
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from aioengine.events.wire import WireError, WireHeader, decode_header
 
 Landmark = Literal["preemption", "abort", "slowest"]
-LANDMARKS: tuple[Landmark, ...] = ("preemption", "abort", "slowest")
+LANDMARKS: tuple[Landmark, ...] = get_args(Landmark)
 
 STRIDE = 64
 """One place in so many events is remembered: a day of 50 steps a second needs 3 MB."""

@@ -6,7 +6,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 BlockState = Literal["free", "cached", "used", "shared", "allocated", "released"]
 """free: nothing worth keeping. cached: free, but its content can be found. used: one owner. shared: several.
@@ -15,7 +15,7 @@ allocated: used, and taken a moment ago. released: free (cached or not), and giv
 FREE, CACHED, USED, SHARED, ALLOCATED, RELEASED = range(6)
 """The codes in `BlockMap.codes()`."""
 
-BLOCK_STATES: tuple[BlockState, ...] = ("free", "cached", "used", "shared", "allocated", "released")
+BLOCK_STATES: tuple[BlockState, ...] = get_args(BlockState)
 """The name of each code."""
 
 _MAX_RECENT = 8192
