@@ -37,12 +37,15 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> S
         Route("/ping", models.health, methods=["GET", "POST"]),
         Route("/version", models.version),
         Route("/load", models.load),
+        Route("/metrics", models.metrics),
     ]
-    return Starlette(
+    app = Starlette(
         routes=routes,
         middleware=[Middleware(Gate, settings=settings)],
         exception_handlers={HTTPException: _http_error},
     )
+    app.state.service = service
+    return app
 
 
 async def _http_error(request: Request, exc: Exception) -> Response:

@@ -55,6 +55,11 @@ class Models:
         stats = self._service.engine.stats()
         return json_response({"server_load": self._service.num_open, "running": stats.num_running_reqs, "waiting": stats.num_waiting_reqs})
 
+    async def metrics(self, request: Request) -> Response:
+        """What Prometheus scrapes."""
+        content, media_type = self._service.started_metrics().render(request.headers.get("accept", ""))
+        return Response(content, headers={"content-type": media_type})
+
     async def tokenize(self, body: TokenizeRequest) -> Response:
         tokenizer = self._service.engine.tokenizer
         if (body.prompt is None) == (body.messages is None):

@@ -21,6 +21,7 @@ from aioengine.outputs import RequestOutput
 from aioengine.sampling_params import SamplingParams
 from aioengine.server.errors import Problem, RequestError, error_response, problem_of
 from aioengine.server.limits import read_body
+from aioengine.server.metrics import EngineMetrics
 from aioengine.server.protocol import GenerationRequest
 from aioengine.server.settings import ServerSettings
 
@@ -67,6 +68,7 @@ class Service:
         self.settings = settings
         self.start_time = int(time.time())
         self.num_open = 0  # requests that are being answered, for /load
+        self._metrics: EngineMetrics | None = None
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -76,6 +78,13 @@ class Service:
     def model_name(self) -> str:
         """What answers call the model."""
         return self.model_names[0]
+
+    def started_metrics(self) -> EngineMetrics:
+        """The engine's metrics, which count from the first request on, whatever it asks for."""
+        if self._metrics is None:
+            self._metrics = EngineMetrics(self.engine, model_name=self.model_name)
+            self._metrics.start()
+        return self._metrics
 
     # ------------------------------------------------------------------ requests in
     async def read(self, request: Request, kind: type[T]) -> T:
@@ -135,6 +144,7 @@ class Service:
         async def handle(request: Request) -> Response:
             self.num_open += 1
             try:
+                self.started_metrics()
                 body = await self.read(request, kind)
                 return await _unless_client_leaves(request, answer(body))
             except ClientDisconnect:
