@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     )
     from aioengine.events.step_event import StepEvent, StepResultEvent
     from aioengine.outputs import CompletionOutput, RequestMetrics, RequestOutput
-    from aioengine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+    from aioengine.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 _MODULES = {
     "AioEngineError": "aioengine.errors",
@@ -37,6 +37,7 @@ _MODULES = {
     "EngineOverloadedError": "aioengine.errors",
     "InvalidRequestError": "aioengine.errors",
     "ModelError": "aioengine.errors",
+    "RepetitionDetectionParams": "aioengine.sampling_params",
     "RequestMetrics": "aioengine.outputs",
     "RequestOutput": "aioengine.outputs",
     "RequestOutputKind": "aioengine.sampling_params",
@@ -59,6 +60,7 @@ __all__ = [
     "EngineOverloadedError",
     "InvalidRequestError",
     "ModelError",
+    "RepetitionDetectionParams",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",

@@ -6,6 +6,7 @@ Nothing heavy is imported before the arguments are known to be good, so `--help`
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import shutil
 import sys
@@ -18,6 +19,7 @@ from aioengine.commands import options
 from aioengine.commands.bench import add_bench
 from aioengine.commands.structured_output_options import add_structured_output_options
 from aioengine.errors import AioEngineError
+from aioengine.printable import PrintableFormatter, printable
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -42,7 +44,7 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=_Formatter, **kwargs)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_USAGE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+        self.exit(EXIT_USAGE, f"{self.prog}: error: {printable(message)} (see {self.prog} --help)\n")
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
@@ -73,11 +75,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return EXIT_USAGE
     _set_up_logging(args.log_level)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # where an encoding lacks a character: its escape, not a traceback
     try:
         status: int | None = args.handler(args, start_time)
         sys.stdout.flush()
     except AioEngineError as exc:
-        print(f"aioengine: error: {exc}", file=sys.stderr)
+        print(f"aioengine: error: {printable(str(exc))}", file=sys.stderr)
         # ConfigError and InvalidRequestError are ValueErrors: the caller's mistake.
         return EXIT_USAGE if isinstance(exc, ValueError) else EXIT_FAILURE
     except KeyboardInterrupt:
@@ -92,7 +96,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _set_up_logging(level: str) -> None:
     import logging
 
-    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
 # ---------------------------------------------------------------------------------------------------- generate
@@ -100,7 +106,8 @@ def _add_generate(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser = commands.add_parser(
         "generate",
         help="continue one prompt, streaming to stdout",
-        description="Continue one prompt and stream the text to stdout.",
+        description="Continue one prompt and stream the text to stdout. A terminal is sent no control characters (they are shown as ·); "
+        "a file or a pipe gets the text as it is.",
         usage="aioengine generate [options] PROMPT",
         epilog="""\
 examples:
@@ -156,7 +163,8 @@ def _add_chat(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser = commands.add_parser(
         "chat",
         help="talk with the model",
-        description="Talk with the model. Ctrl-C stops an answer, Ctrl-D or /exit leaves, /help lists the commands.",
+        description="Talk with the model. Ctrl-C stops an answer, Ctrl-D or /exit leaves, /help lists the commands. Control characters "
+        "in an answer are shown as · on a terminal; a file or a pipe gets the text as it is.",
         usage="aioengine chat [options]",
         epilog="""\
 examples:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from aioengine.errors import ConfigError
+from aioengine.values import flag, listed, number, shorten, surrogate_at, text, whole
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceType = Literal["cpu", "cuda"]
@@ -137,7 +138,7 @@ class EngineConfig:
     max_model_len: prompt and output together, in tokens. auto: the model's own limit.
     max_num_seqs: requests that run at once. max_num_batched_tokens: tokens of one step.
     enable_chunked_prefill: split prompts that do not fit into a step's budget.
-    long_prefill_token_threshold: no request takes more tokens of one step than this; 0: no limit.
+    long_prefill_token_threshold: while others run or wait, no request takes more tokens of one step than this; 0: no limit.
     scheduling_policy: "fcfs", or "priority" (a lower number first, then by arrival).
     async_scheduling: schedule the next step while the current one runs. False: one step at a time, same tokens.
     block_size: tokens a KV block. num_kv_cache_blocks: how many, the null block included; auto: from memory.
@@ -196,34 +197,37 @@ class EngineConfig:
     step_timeout_s: float | None = None
 
     def __post_init__(self) -> None:
-        _one_of("dtype", self.dtype, _DTYPES)
-        _one_of("device", self.device, _DEVICES)
-        _one_of("weights", self.weights, _WEIGHTS)
-        _one_of("kv_cache_dtype", self.kv_cache_dtype, _KV_CACHE_DTYPES)
-        _one_of("scheduling_policy", self.scheduling_policy, _POLICIES)
-        _one_of("logprobs_mode", self.logprobs_mode, _LOGPROBS_MODES)
-        object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
-        for name in ("max_num_seqs", "block_size", "prompt_lookup_min"):
-            _at_least(name, getattr(self, name), 1)
-        for name in ("long_prefill_token_threshold", "num_speculative_tokens"):
-            _at_least(name, getattr(self, name), 0)
-        _at_least("prompt_lookup_max", self.prompt_lookup_max, self.prompt_lookup_min)
-        for name, least in (
-            ("max_model_len", 2),  # one token in, one token out
-            ("max_num_batched_tokens", 1),
-            ("num_kv_cache_blocks", 2),  # the null block and one more
-            ("kv_cache_memory_bytes", 1),
-            ("num_threads", 1),
-            ("seed", 0),
-            ("max_num_queued_reqs", 1),
-            ("max_num_queued_tokens", 1),
-        ):
-            if getattr(self, name) is not None:
-                _at_least(name, getattr(self, name), least)
-        if self.step_timeout_s is not None and not self.step_timeout_s > 0:
-            raise ConfigError(f"step_timeout_s must be > 0 or None, got {self.step_timeout_s!r}")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}")
+        for name, allowed in _CHOICES.items():
+            _one_of(name, getattr(self, name), allowed)
+        for name in _FLAGS:
+            object.__setattr__(self, name, _flag(name, getattr(self, name)))
+        for name, (least, most, optional) in _WHOLE_RANGES.items():
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if optional and value is None else _whole(name, value, least=least, most=most))
+        for name, optional in _TEXTS.items():
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if optional and value is None else _text(name, value))
+        names = listed(self.logits_processors, most=_MAX_LOGITS_PROCESSORS)
+        if names is None or len(names) > _MAX_LOGITS_PROCESSORS:
+            raise ConfigError(
+                f'logits_processors must be a list of at most {_MAX_LOGITS_PROCESSORS} "module:name" strings, got {shorten(names)}'
+            )
+        object.__setattr__(self, "logits_processors", tuple(_text("logits_processors", name) for name in names))
+        if self.prompt_lookup_max < self.prompt_lookup_min:
+            raise ConfigError(
+                f"prompt_lookup_max must be an integer >= {self.prompt_lookup_min} (prompt_lookup_min), got {self.prompt_lookup_max}"
+            )
+        if self.check_invariants is not None:
+            object.__setattr__(self, "check_invariants", _flag("check_invariants", self.check_invariants))
+        if self.step_timeout_s is not None:
+            seconds = number(self.step_timeout_s)
+            if seconds is None or seconds <= 0:
+                raise ConfigError(f"step_timeout_s must be > 0 and finite, or None, got {shorten(self.step_timeout_s)}")
+            object.__setattr__(self, "step_timeout_s", seconds)
+        share = number(self.gpu_memory_utilization)
+        if share is None or not 0 < share <= 1:
+            raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {shorten(self.gpu_memory_utilization)}")
+        object.__setattr__(self, "gpu_memory_utilization", share)
 
     @classmethod
     def from_options(cls, model: str | EngineConfig, options: dict[str, Any]) -> EngineConfig:
@@ -265,7 +269,7 @@ class EngineConfig:
                 step_timeout_s=self.step_timeout_s,
             ),
             seed=self.seed,
-            check_invariants=os.environ.get("AIOENGINE_CHECK") == "1" if self.check_invariants is None else self.check_invariants,
+            check_invariants=_checks_by_environment() if self.check_invariants is None else self.check_invariants,
         )
 
     def _resolve_worker(self, model: ModelInfo, device: DeviceType) -> WorkerConfig:
@@ -350,11 +354,69 @@ class EngineConfig:
         )
 
 
+_CHOICES = {
+    "dtype": _DTYPES,
+    "device": _DEVICES,
+    "weights": _WEIGHTS,
+    "kv_cache_dtype": _KV_CACHE_DTYPES,
+    "scheduling_policy": _POLICIES,
+    "logprobs_mode": _LOGPROBS_MODES,
+}
+_FLAGS = ("enable_chunked_prefill", "async_scheduling", "enable_prefix_caching", "zero_new_blocks", "enforce_eager")
+_TEXTS = {"model": False, "tokenizer": True, "prefix_caching_seed": True, "attention_backend": False}  # whether None may be said
+_MAX_LOGITS_PROCESSORS = 64
+_INT32, _INT64 = 2**31 - 1, 2**63 - 1
+_WHOLE_RANGES: dict[str, tuple[int, int, bool]] = {  # from, to, whether None may be said
+    "max_num_seqs": (1, 1 << 16, False),
+    "block_size": (1, 1 << 16, False),
+    "prompt_lookup_min": (1, 1024, False),
+    "prompt_lookup_max": (1, 1024, False),
+    "long_prefill_token_threshold": (0, _INT32, False),
+    "num_speculative_tokens": (0, 1024, False),
+    "max_model_len": (2, _INT32, True),  # one token in, one token out
+    "max_num_batched_tokens": (1, _INT32, True),
+    "num_kv_cache_blocks": (2, 1 << 24, True),  # the null block and one more; each takes memory of the host's too
+    "kv_cache_memory_bytes": (1, _INT64, True),
+    "num_threads": (1, 4096, True),
+    "seed": (0, 2**64 - 1, True),
+    "max_num_queued_reqs": (1, _INT64, True),
+    "max_num_queued_tokens": (1, _INT64, True),
+}
+
+
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+    if not isinstance(value, str) or value not in allowed:
+        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {shorten(value)}")
 
 
-def _at_least(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{name} must be an integer >= {least}, got {value!r}")
+def _whole(name: str, value: object, *, least: int, most: int) -> int:
+    plain = whole(value)
+    if plain is None or plain < least:
+        raise ConfigError(f"{name} must be an integer >= {least}, got {shorten(value)}")
+    if plain > most:
+        raise ConfigError(f"{name} must be an integer <= {most}, got {shorten(value)}")
+    return plain
+
+
+def _flag(name: str, value: object) -> bool:
+    plain = flag(value)
+    if plain is None:
+        raise ConfigError(f"{name} must be True or False, got {shorten(value)}")
+    return plain
+
+
+def _text(name: str, value: object) -> str:
+    """What is a name, or a path, or is hashed: with a UTF-8 form, as it is written into recordings too."""
+    plain = text(os.fspath(value) if isinstance(value, os.PathLike) else value)
+    if plain is None or (not plain and name != "prefix_caching_seed"):
+        raise ConfigError(f"{name} must be a non-empty string, got {shorten(value)}")
+    if surrogate_at(plain) is not None or "\0" in plain:
+        raise ConfigError(f"{name} must be valid Unicode without NUL, got {shorten(plain)}")
+    return plain
+
+
+def _checks_by_environment() -> bool:
+    given = os.environ.get("AIOENGINE_CHECK", "")
+    if given not in ("", "0", "1"):
+        raise ConfigError(f"the environment variable AIOENGINE_CHECK must be 1 or 0, got {given!r}")
+    return given == "1"

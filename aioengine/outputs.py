@@ -5,15 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """The log-probability of one token at one position; rank 1 is the most likely token."""
+    """The log-probability of one token at one position; rank 1 is the most likely token.
+
+    decoded_token, token_bytes: the token's text by itself, and the bytes that it stands for: those of a piece of a character are
+    no text, and show as U+FFFD. None where the engine has no tokenizer, with `detokenize=False`, or, the bytes alone, where the
+    tokenizer does not tell.
+    """
 
     logprob: float
     rank: int
+    # Functions of the token, filled in by the engine before anybody sees the entry.
+    decoded_token: str | None = field(default=None, compare=False)
+    token_bytes: bytes | None = field(default=None, compare=False)
 
 
 TokenLogprobs = dict[int, Logprob]
@@ -62,20 +70,33 @@ class EngineCoreOutput(NamedTuple):
     num_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs] | None = None  # of this step's chunk
     error: str | None = None  # with finish_reason "error": the cause
+    num_draft_tokens: int = 0  # guesses that this step checked for it
+    num_accepted_tokens: int = 0  # those of them that were right
 
 
 # ------------------------------------------------------------------ engine -> user
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """When things happened to a request, in seconds of `time.perf_counter()`; None: not yet."""
+    """When things happened to a request, in seconds of `time.perf_counter()`; None: not yet.
+
+    num_draft_tokens, num_accepted_tokens: of speculation, the guesses that were checked for it and those that were right,
+    of all its continuations together.
+    """
 
     queued_time: float
     first_token_time: float | None = None
     finished_time: float | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     @property
     def time_to_first_token(self) -> float | None:
         return None if self.first_token_time is None else self.first_token_time - self.queued_time
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """The share of guesses that were right; None before the first."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
 
 
 class CompletionHistory:

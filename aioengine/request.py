@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from aioengine.outputs import FinishReason
 from aioengine.sampling_params import SamplingParams
@@ -19,6 +19,7 @@ class RequestStatus(enum.IntEnum):
     FINISHED_LENGTH_CAPPED = 4
     FINISHED_ABORTED = 5
     FINISHED_ERROR = 6
+    FINISHED_REPETITION = 7
 
     @property
     def is_finished(self) -> bool:
@@ -36,6 +37,7 @@ _FINISH_REASONS: dict[RequestStatus, FinishReason] = {
     RequestStatus.FINISHED_LENGTH_CAPPED: "length",
     RequestStatus.FINISHED_ABORTED: "abort",
     RequestStatus.FINISHED_ERROR: "error",
+    RequestStatus.FINISHED_REPETITION: "repetition",
 }
 
 
@@ -80,6 +82,7 @@ class Request:
         "spec_token_ids",
         "status",
         "stop_reason",
+        "tail_repeats",
     )
 
     def __init__(
@@ -110,10 +113,11 @@ class Request:
         self.spec_token_ids: list[int] = []  # replaced, never changed: the step's output holds the same list
         self.num_cached_tokens = -1  # prompt tokens that the prefix cache served; -1 until first scheduled
         self.num_preemptions = 0
-        # Set by the scheduler: orders requests of equal priority; the length, and the tokens, that can end it.
+        # Set by the scheduler: orders requests of equal priority; the length, the tokens, and the repetition that can end it.
         self.arrival_index = 0
         self.max_num_tokens = self.num_prompt_tokens + self.max_tokens
         self.end_token_ids: frozenset[int] = frozenset(sampling_params.stop_token_ids)
+        self.tail_repeats: Callable[[int], bool] | None = None  # takes each output token, once; None: repetition ends nothing
 
         # Kept by the KVCacheManager: one list a KV-cache group; the hashes of the full blocks; how many are registered.
         self.block_ids: tuple[list[int], ...] = ([],)

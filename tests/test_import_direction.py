@@ -12,12 +12,16 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # What each part may import of ours, besides itself. A part is a module or package right under `aioengine`, one of the
 # other packages by its short name, or the one module named here that others may know while its package is above them.
-BASE = {"errors", "config", "sampling_params", "outputs", "request"}
+BASE = {"errors", "values", "fields", "contradictions", "config", "sampling_params", "outputs", "request", "printable"}
 MODEL_SIDE = BASE | {"core", "kernels", "attention", "layers"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
-    "config": {"errors"},
-    "sampling_params": {"errors"},
+    "printable": set(),
+    "values": set(),
+    "fields": {"errors", "values"},
+    "contradictions": {"values"},
+    "config": {"errors", "values"},
+    "sampling_params": {"errors", "values", "fields", "contradictions"},
     "outputs": set(),
     "request": {"outputs", "sampling_params"},
     "core": BASE,

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from importlib import import_module
 
 import torch
 
 from aioengine.attention.base import AttentionBackend, AttentionConfig
 from aioengine.errors import ConfigError
+from aioengine.printable import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # Dotted names, so that a backend's own dependencies are imported only when it is asked. Fastest first; the reference,
 # which runs everywhere, is last.

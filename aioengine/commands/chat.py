@@ -20,6 +20,7 @@ from typing import Any, Self, TypeVar
 
 from aioengine.commands.runtime import (
     describe,
+    for_output,
     interrupts_handled_by,
     interrupts_leave_at_once,
     loop_factory,
@@ -33,6 +34,7 @@ from aioengine.engine.async_engine import AsyncEngine
 from aioengine.engine.publishing import PublishOptions
 from aioengine.errors import InvalidRequestError
 from aioengine.outputs import RequestOutput
+from aioengine.printable import printable
 from aioengine.sampling_params import SamplingParams
 
 T = TypeVar("T")
@@ -103,7 +105,7 @@ class Conversation:
         try:
             while (output := arrived.get()) is not None:
                 last = output
-                sys.stdout.write(output.text_delta)
+                sys.stdout.write(for_output(output.text_delta, sys.stdout))
                 sys.stdout.flush()
             answer.result()
         except KeyboardInterrupt:
@@ -152,7 +154,7 @@ def chat(settings: ChatSettings) -> None:
                 raise InvalidRequestError(f"{settings.config.model} has no chat template: use `aioengine generate --raw`")
             if interactive:
                 _enable_line_editing()
-                print(f"{engine.model_info.name}: /help lists the commands, Ctrl-D leaves")
+                print(f"{printable(engine.model_info.name)}: /help lists the commands, Ctrl-D leaves")
             conversation = Conversation(engine, loop, settings)
             with interrupts_handled_by(signal.default_int_handler), signals_handled_by(signal.SIGTERM, conversation.on_sigterm):
                 _converse(conversation, interactive=interactive, stats=settings.stats)
@@ -180,7 +182,7 @@ def _converse(conversation: Conversation, *, interactive: bool, stats: bool) -> 
             conversation.reset()
             print("The conversation is forgotten.")
         elif line.startswith("/"):
-            print(f"unknown command {line.split()[0]}; /help lists the commands")
+            print(f"unknown command {printable(line.split()[0])}; /help lists the commands")
         elif line:
             _answer(conversation, line, stats=stats)
 
@@ -189,12 +191,14 @@ def _answer(conversation: Conversation, line: str, *, stats: bool) -> None:
     try:
         output = conversation.ask(line)
     except InvalidRequestError as exc:
-        print(f"aioengine: error: {exc}\n/reset starts a new conversation", file=sys.stderr)
+        print(f"aioengine: error: {printable(str(exc))}\n/reset starts a new conversation", file=sys.stderr)
         return
     if output is None:
         return
     if output.finish_reason == "length":
         print("(cut: --max-tokens allows longer answers)", file=sys.stderr)
+    if output.finish_reason == "repetition":
+        print("(cut: the answer repeats itself)", file=sys.stderr)
     if stats and output.finished:
         print(f"({describe(output)})", file=sys.stderr)
 

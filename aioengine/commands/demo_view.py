@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from aioengine.outputs import RequestOutput
+from aioengine.printable import PROSE, printable
 
 _REFRESH_INTERVAL_S = 0.125  # rendering holds the event loop, so it is bounded here and not by the token rate
 _PLAIN_LINE_WIDTH = 88
@@ -46,7 +47,7 @@ class PlainView(DemoView):
             print(f"[{index}] > {prompt}", flush=True)
 
     def update(self, index: int, output: RequestOutput) -> None:
-        text = self._pending[index] + output.text_delta
+        text = self._pending[index] + printable(output.text_delta, keep=PROSE)
         *lines, text = text.split("\n")
         for line in lines:
             self._print(index, line)
@@ -112,7 +113,7 @@ class LiveView(DemoView):
 
     def _tail(self, text: str, num_lines: int) -> list[Text]:
         """The last lines of `text`, always `num_lines` of them so that nothing on the screen jumps."""
-        flat = " ".join(text.split())
+        flat = printable(" ".join(text.split()), keep=PROSE)
         lines = list(Text(flat).wrap(self._console, max(self._console.width - 2, 10)))[-num_lines:]
         padded = [*lines, *[Text("")] * (num_lines - len(lines))]
         return [Text("  ").append_text(line) for line in padded]

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TextIO
 
-from aioengine.commands.runtime import describe, describe_guesses, run, started_engine
+from aioengine.commands.runtime import describe, describe_guesses, for_output, run, started_engine
 from aioengine.config import EngineConfig
 from aioengine.engine.publishing import PublishOptions
 from aioengine.errors import AioEngineError
@@ -70,7 +70,7 @@ class ContinuationWriter:
                 gap = "\n\n" if self._index else ""
                 self._file.write(f"{gap}[{self._index + 1}/{self._num_continuations}]\n")
                 self._has_heading = True
-            self._file.write(completion.text[self._num_chars :])
+            self._file.write(for_output(completion.text[self._num_chars :], self._file))
             self._num_chars = len(completion.text)
             if not completion.finished or self._index == self._num_continuations - 1:
                 break

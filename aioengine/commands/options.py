@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from aioengine.commands.structured_output_options import structured_outputs
 from aioengine.config import EngineConfig
-from aioengine.sampling_params import SamplingParams
+from aioengine.errors import InvalidRequestError
+from aioengine.sampling_params import RepetitionDetectionParams, SamplingParams
 
 if TYPE_CHECKING:
     from aioengine.engine.publishing import PublishOptions
@@ -34,7 +35,7 @@ _ENGINE_HELP = {
     "max_num_seqs": "requests that run at once",
     "max_num_batched_tokens": "tokens of one step (default: 512 on CPU, 2048 on CUDA)",
     "enable_chunked_prefill": "split prompts that do not fit into one step (default: yes)",
-    "long_prefill_token_threshold": "most tokens of one step for one request; 0: no limit",
+    "long_prefill_token_threshold": "most tokens of one step for one request while others run or wait; 0: no limit",
     "scheduling_policy": "order of waiting requests",
     "async_scheduling": "schedule the next step while the current one runs (default: yes)",
     "block_size": "tokens a KV-cache block",
@@ -82,6 +83,20 @@ def parse_logit_bias(text: str) -> tuple[int, float]:
         return int(token_id), float(bias)
     except ValueError as exc:
         raise argparse.ArgumentTypeError(f"{text!r} is not a token id and its bias, such as 1234=-2.5") from exc
+
+
+def parse_repetition_detection(text: str) -> RepetitionDetectionParams:
+    """COUNT times a pattern of MIN to MAX tokens, from `4x20` or `4x3-20`. Raises argparse.ArgumentTypeError."""
+    count, _, sizes = text.partition("x")
+    smallest, dash, largest = sizes.partition("-")
+    if not dash:
+        smallest, largest = "1", sizes
+    try:
+        return RepetitionDetectionParams(max_pattern_size=int(largest), min_pattern_size=int(smallest), min_count=int(count))
+    except InvalidRequestError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from exc
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a count and the sizes of a pattern, such as 4x20 or 4x3-20") from exc
 
 
 def add_model_option(parser: argparse._ActionsContainer) -> None:
@@ -150,6 +165,12 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int, te
     add("--stop", action="append", metavar="TEXT", default=[], help="end the output before TEXT; may be repeated")
     add("--min-tokens", type=int, metavar="N", default=0, help="do not end before N tokens (default: 0)")
     add("--ignore-eos", action="store_true", help="go on after the model's end-of-sequence token")
+    add(
+        "--repetition-detection",
+        type=parse_repetition_detection,
+        metavar="COUNTx[MIN-]MAX",
+        help="end the output when a pattern of MIN to MAX tokens has come COUNT times in a row, such as 4x20 (default: no)",
+    )
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
@@ -171,6 +192,7 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
         logit_bias=dict(args.logit_bias),
         bad_words=tuple(args.bad_word),
         structured_outputs=structured_outputs(args),
+        repetition_detection=args.repetition_detection,
     )
 
 
@@ -187,7 +209,14 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def publish_options(args: argparse.Namespace) -> PublishOptions:
+    """Raises ConfigError for an option that would do nothing."""
     from aioengine.engine.publishing import PublishOptions
+    from aioengine.errors import ConfigError
+
+    if args.events is None and (args.events_token is not None or args.allow_events_control):
+        raise ConfigError(f"{'--allow-events-control' if args.allow_events_control else '--events-token'} needs --events")
+    if args.events is None and args.record is None and args.events_text:
+        raise ConfigError("--events-text needs --events or --record")
 
     return PublishOptions(
         record=args.record,

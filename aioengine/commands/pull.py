@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 
 from aioengine.models.hub import pull as pull_files
+from aioengine.printable import printable
 
 
 def pull(name: str) -> None:
     files = pull_files(name, progress=sys.stderr.isatty())
     size = sum(path.stat().st_size for path in files.weights)
-    print(f"{files.name}: {size / 1e6:.0f} MB of {files.format} weights, in {files.folder}")
+    print(printable(f"{files.name}: {size / 1e6:.0f} MB of {files.format} weights, in {files.folder}"))

@@ -11,7 +11,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from aioengine.commands.termination import Termination, drained_on_sigterm, leave, signals_handled_by
 from aioengine.config import EngineConfig
@@ -19,6 +19,7 @@ from aioengine.core.scheduler_output import SchedulerStats
 from aioengine.engine.async_engine import AsyncEngine
 from aioengine.engine.publishing import PublishOptions
 from aioengine.outputs import RequestOutput
+from aioengine.printable import PROSE, printable
 
 T = TypeVar("T")
 
@@ -93,7 +94,7 @@ def status(text: str) -> Iterator[None]:
     """Show `text` on the terminal while the block runs; nothing where stderr is no terminal."""
     shown = sys.stderr.isatty()
     if shown:
-        sys.stderr.write(text)
+        sys.stderr.write(printable(text))
         sys.stderr.flush()
     try:
         yield
@@ -101,6 +102,11 @@ def status(text: str) -> Iterator[None]:
         if shown:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
+
+
+def for_output(text: str, file: TextIO) -> str:
+    """Generated text as `file` gets it: a terminal would obey control characters, anything else wants the text as it is."""
+    return printable(text, keep=PROSE) if file.isatty() else text
 
 
 def use_color() -> bool:
@@ -128,4 +134,4 @@ def describe(output: RequestOutput) -> str:
         f"{completion.finish_reason} ({completion.stop_reason!r})" if completion.stop_reason else str(completion.finish_reason)
         for completion in output.outputs
     )
-    return ", ".join([*parts, f"ended by {' and '.join(reasons)}"])
+    return printable(", ".join([*parts, f"ended by {' and '.join(reasons)}"]))

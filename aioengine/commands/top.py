@@ -24,6 +24,7 @@ from aioengine.commands.runtime import interrupts_leave_at_once, run, status
 from aioengine.commands.termination import EXIT_TERMINATED, signals_handled_by
 from aioengine.errors import AioEngineError
 from aioengine.events.source import StepSource, open_source
+from aioengine.printable import printable_json
 from aioengine_tui.plain import render_plain
 from aioengine_tui.state import DashboardState
 
@@ -143,7 +144,7 @@ async def _wait_for_state(state: DashboardState, taking: asyncio.Task[None]) -> 
 
 
 def _print_state(state: DashboardState, *, as_json: bool) -> None:
-    print(json.dumps(state.to_json(), ensure_ascii=False) if as_json else render_plain(state, width=100) + "\n", flush=True)
+    print(printable_json(state.to_json()) if as_json else render_plain(state, width=100) + "\n", flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------- browser

@@ -20,6 +20,11 @@ def root_hash(seed: str | None) -> BlockHash:
     return sha256(os.urandom(32) if seed is None else b"aioengine:" + seed.encode()).digest()
 
 
+def salt_bytes(cache_salt: str | None) -> bytes:
+    """The extra key of a request's first block; later ones inherit it through the chain. No two salts give the same bytes."""
+    return b"" if cache_salt is None else b"salt:" + cache_salt.encode(errors="surrogatepass")
+
+
 def hash_block(parent: BlockHash, token_ids: Sequence[int], *, extra: bytes = b"") -> BlockHash:
     """The hash of one full block. `extra` separates contents that must not be shared though their tokens are equal."""
     return sha256(parent + array("q", token_ids).tobytes() + extra).digest()

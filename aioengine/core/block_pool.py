@@ -77,6 +77,9 @@ class BlockPool:
         for block_id in range(1, num_blocks):
             self.free_block_queue.append(block_id)
         self._cached: dict[BlockHash, int] = {}
+        # Owned blocks whose content another block is found for; each takes its place when that one is allocated anew.
+        self._twins: dict[BlockHash, list[int]] = {}
+        self._twin_hash: dict[int, BlockHash] = {}
         self._allocated: list[int] = []
         self._freed: list[int] = []
         self._evicted: list[int] = []
@@ -100,9 +103,11 @@ class BlockPool:
         block_ids = [self.free_block_queue.popleft() for _ in range(num_blocks)]
         for block_id in block_ids:
             self.ref_cnt[block_id] = 1
-            if self.block_hash[block_id] is not None:
+            block_hash = self.block_hash[block_id]
+            if block_hash is not None:
                 self._forget(block_id)
                 self._evicted.append(block_id)
+                self._promote_twin(block_hash)
         self._allocated += block_ids
         return block_ids
 
@@ -118,23 +123,45 @@ class BlockPool:
         """One owner less for each block of a table, given in the table's order.
 
         The free queue is in the order of eviction: blocks that cache nothing first, then the least recently used; of one
-        table the tail first, since a prefix is worth more than what follows it.
+        table the tail first, since a prefix is worth more than what follows it. A twin that nobody owns is worth nothing.
         """
         for block_id in reversed(block_ids):
             self.ref_cnt[block_id] -= 1
             if self.ref_cnt[block_id] == 0:
                 if self.block_hash[block_id] is None:
+                    self._drop_twin(block_id)
                     self.free_block_queue.prepend(block_id)
                 else:
                     self.free_block_queue.append(block_id)
                 self._freed.append(block_id)
 
     def register(self, block_id: int, block_hash: BlockHash) -> None:
-        """Let later requests find this block's content. If another block has the same content, that one stays the one."""
+        """Let later requests find this owned block's content. If another block has the same content, that one stays the one
+        for as long as it has it.
+        """
         if block_hash not in self._cached:
             self._cached[block_hash] = block_id
             self.block_hash[block_id] = block_hash
             self._registered.append(block_id)
+        elif self._cached[block_hash] != block_id and block_id not in self._twin_hash:
+            self._twin_hash[block_id] = block_hash
+            self._twins.setdefault(block_hash, []).append(block_id)
+
+    def _promote_twin(self, block_hash: BlockHash) -> None:
+        """The block that was found for this content is gone: the oldest of its twins is found from now on."""
+        twins = self._twins.get(block_hash)
+        if twins:
+            block_id = twins[0]
+            self._drop_twin(block_id)
+            self.register(block_id, block_hash)
+
+    def _drop_twin(self, block_id: int) -> None:
+        block_hash = self._twin_hash.pop(block_id, None) if self._twin_hash else None
+        if block_hash is not None:
+            twins = self._twins[block_hash]
+            twins.remove(block_id)
+            if not twins:
+                del self._twins[block_hash]
 
     def find(self, block_hash: BlockHash) -> int | None:
         return self._cached.get(block_hash)
@@ -142,15 +169,20 @@ class BlockPool:
     def cached_block_ids(self) -> list[int]:
         return sorted(self._cached.values())
 
-    def forget(self, block_ids: Iterable[int]) -> None:
-        """Serve the content of these blocks to nobody any more. Their owners, if any, keep them."""
-        for block_id in block_ids:
-            if self.block_hash[block_id] is not None:
+    def forget(self, block_hashes: Iterable[BlockHash]) -> None:
+        """Serve this content to nobody any more, from whichever block. Owners of such blocks, if any, keep them."""
+        for block_hash in block_hashes:
+            for twin in self._twins.pop(block_hash, ()):
+                del self._twin_hash[twin]
+            block_id = self._cached.get(block_hash)
+            if block_id is not None:
                 self._forget(block_id)
                 self._evicted.append(block_id)
 
     def reset_cache(self) -> None:
         """Forget all cached content. Blocks in use keep their owners."""
+        self._twins.clear()
+        self._twin_hash.clear()
         self._evicted += self._cached.values()
         for block_id in list(self._cached.values()):
             self._forget(block_id)
@@ -163,7 +195,7 @@ class BlockPool:
 
     def take_changes(self) -> BlockChanges:
         """What happened to blocks since the last call."""
-        cached = [block_id for block_id in self._registered if self.block_hash[block_id] is not None]
+        cached = [block_id for block_id in dict.fromkeys(self._registered) if self.block_hash[block_id] is not None]
         changes = BlockChanges(
             allocated=self._allocated,
             freed=self._freed,

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from aioengine.core.block_hash import hash_block
-from aioengine.core.block_pool import NULL_BLOCK_ID
+from aioengine.core.block_hash import hash_block, salt_bytes
+from aioengine.core.block_pool import NULL_BLOCK_ID, BlockPool
 from aioengine.core.request_queue import scheduling_key
 from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.request import RequestStatus
@@ -105,21 +105,33 @@ def _check_hashes(scheduler: Scheduler) -> None:
     for block_hash, block_id in pool._cached.items():
         assert pool.block_hash[block_id] == block_hash, f"block {block_id} is found under a hash it does not have"
     assert sum(block_hash is not None for block_hash in pool.block_hash) == pool.num_cached_blocks
+    _check_twins(pool)
     for request in scheduler.requests.values():
         parent = kv._root_hash
         for index, block_hash in enumerate(request.block_hashes):
             token_ids = request.all_token_ids[index * kv.block_size : (index + 1) * kv.block_size]
             assert len(token_ids) == kv.block_size, f"a block that is not full has a hash: {request}"
             salt = request.cache_salt if index == 0 else None
-            assert block_hash == hash_block(parent, token_ids, extra=(salt or "").encode()), f"hash {index} is wrong: {request}"
+            assert block_hash == hash_block(parent, token_ids, extra=salt_bytes(salt)), f"hash {index} is wrong: {request}"
             parent = block_hash
         (table,) = request.block_ids
         assert request.num_cached_blocks <= len(table), f"more cached blocks than blocks: {request}"
         num_certain = min(request.num_computed_tokens, request.num_tokens)
         assert request.num_cached_blocks * kv.block_size <= num_certain, f"a block with guesses in it is cached: {request}"
         for index in range(request.num_cached_blocks):
-            held = pool.block_hash[table[index]]
+            held = pool.block_hash[table[index]] or pool._twin_hash.get(table[index])
             assert held is None or held == request.block_hashes[index], f"block {table[index]} caches something else: {request}"
+
+
+def _check_twins(pool: BlockPool) -> None:
+    """A twin is owned, and found for nothing itself; a content that has twins is found in another block."""
+    listed = [(block_id, block_hash) for block_hash, twins in pool._twins.items() for block_id in twins]
+    assert sorted(listed) == sorted(pool._twin_hash.items()), "the twins of a content are not the blocks that are twins"
+    assert all(pool._twins.values()), "a content has an empty list of twins"
+    for block_id, block_hash in listed:
+        assert pool.ref_cnt[block_id] > 0, f"block {block_id} is a twin that nobody owns"
+        assert pool.block_hash[block_id] is None, f"block {block_id} is a twin and is found itself"
+        assert block_hash in pool._cached, f"block {block_id} has a content that only twins have"
 
 
 def _check_output(scheduler: Scheduler, output: SchedulerOutput) -> None:
@@ -133,7 +145,12 @@ def _check_output(scheduler: Scheduler, output: SchedulerOutput) -> None:
     assert new_ids | set(cached.req_ids) == scheduled.keys(), "new and cached requests are not the scheduled ones"
     assert cached.resumed_req_ids <= set(cached.req_ids)
     assert not output.finished_req_ids & scheduled.keys(), "a finished request is scheduled"
-    assert not output.preempted_req_ids & scheduled.keys(), "a preempted request is scheduled"
+    # Who was preempted between two steps may be back at once; the worker then hears of both in the same step.
+    assert not (output.preempted_req_ids - cached.resumed_req_ids) & scheduled.keys(), "a preempted request is scheduled"
+    assert not output.preempted_req_ids & output.finished_req_ids, "a finished request is preempted"
+    threshold = scheduler.config.long_prefill_token_threshold
+    if threshold and len(scheduler.requests) > 1:
+        assert max(scheduled.values(), default=0) <= threshold, f"over the threshold of {threshold} tokens while others wait"
     assert output.scheduled_spec_decode_tokens.keys() <= set(cached.req_ids) - cached.resumed_req_ids, "guesses for a request that starts"
     lengths = {len(cached.req_ids), len(cached.new_block_ids), len(cached.num_computed_tokens), len(cached.num_output_tokens)}
     assert len(lengths) == 1, "the parallel lists differ in length"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from aioengine.config import CacheConfig
-from aioengine.core.block_hash import BlockHash, hash_block, root_hash
+from aioengine.core.block_hash import BlockHash, hash_block, root_hash, salt_bytes
 from aioengine.core.block_pool import BlockPool
+from aioengine.core.prefix_cache_stats import PrefixCacheStats
 from aioengine.request import Request
 
 
@@ -20,8 +21,7 @@ class KVCacheManager:
         self.block_size = cache.block_size
         self.enable_prefix_caching = cache.enable_prefix_caching
         self.block_pool = BlockPool(num_kv_cache_blocks)
-        self.prefix_cache_queries = 0  # tokens that were looked up, of requests that were admitted
-        self.prefix_cache_hits = 0  # tokens that were found
+        self.prefix_cache_stats = PrefixCacheStats()
         self._root_hash = root_hash(cache.prefix_caching_seed)
         self._zero_new_blocks = cache.zero_new_blocks
         self._block_ids_to_zero: list[int] = []
@@ -40,9 +40,7 @@ class KVCacheManager:
         Never the whole of its tokens: at least one must go through the model to give logits. And none of a request that
         wants log-probabilities of its prompt, until it has them all, with its first output token: they come from logits too.
         """
-        if not self.enable_prefix_caching:
-            return []
-        if request.sampling_params.prompt_logprobs is not None and not request.num_output_tokens:
+        if not self._may_look_up(request):
             return []
         max_num_blocks = (request.num_tokens - 1) // self.block_size
         self._extend_block_hashes(request, max_num_blocks)
@@ -53,6 +51,10 @@ class KVCacheManager:
                 break
             block_ids.append(block_id)
         return block_ids
+
+    def _may_look_up(self, request: Request) -> bool:
+        wants_prompt_logprobs = request.sampling_params.prompt_logprobs is not None and not request.num_output_tokens
+        return self.enable_prefix_caching and not wants_prompt_logprobs
 
     def can_hold(self, num_tokens: int, computed_block_ids: Sequence[int] = ()) -> bool:
         """Whether the free blocks suffice for `num_tokens` of a request without blocks, given its cache hits."""
@@ -101,11 +103,18 @@ class KVCacheManager:
             self.block_pool.register(table[index], request.block_hashes[index])
         request.num_cached_blocks = num_full_blocks
 
-    def record_prefix_cache_lookup(self, *, num_tokens: int, num_hits: int) -> None:
+    def record_prefix_cache_lookup(self, request: Request, *, num_hits: int) -> None:
         """Count one admitted request. Look-ups of requests that could not be admitted would count every step anew."""
-        if self.enable_prefix_caching:
-            self.prefix_cache_queries += num_tokens
-            self.prefix_cache_hits += num_hits
+        if self._may_look_up(request):
+            self.prefix_cache_stats.record(request.num_tokens, num_hits, preempted=request.num_preemptions > 0)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. Refused (False) while a request holds blocks: it may share them."""
+        if self.block_pool.num_free_blocks != self.block_pool.num_total_blocks:
+            return False
+        self.block_pool.reset_cache()
+        self.prefix_cache_stats.forget_recent()
+        return True
 
     def free(self, request: Request) -> None:
         """Let go of all blocks of a request. Their content stays findable until they are allocated anew."""
@@ -120,8 +129,7 @@ class KVCacheManager:
         Also that of blocks it shares: they may be where its trouble came from. And that of blocks it has let go of, when it
         was preempted while its trouble was not known yet. So they are found by their content.
         """
-        found = (self.block_pool.find(block_hash) for block_hash in request.block_hashes)
-        self.block_pool.forget([block_id for block_id in found if block_id is not None])
+        self.block_pool.forget(request.block_hashes)
         request.num_cached_blocks = 0
 
     def take_block_ids_to_zero(self) -> list[int]:
@@ -139,7 +147,5 @@ class KVCacheManager:
         """Append the hashes of the next blocks of `token_ids` until there are `num_blocks`. Takes about 2 us a block."""
         while len(hashes) < num_blocks:
             start = len(hashes) * self.block_size
-            # Later blocks inherit the salt through the chain.
-            extra = cache_salt.encode() if cache_salt is not None and not hashes else b""
-            parent = hashes[-1] if hashes else self._root_hash
+            parent, extra = (hashes[-1], b"") if hashes else (self._root_hash, salt_bytes(cache_salt))
             hashes.append(hash_block(parent, token_ids[start : start + self.block_size], extra=extra))

@@ -40,6 +40,9 @@ class SchedulePass:
         self.waiting = waiting
         self.kv_cache_manager = kv_cache_manager
 
+        # It keeps one request from taking what others could have; whoever is alone takes nothing from anybody.
+        has_others = len(running) + len(waiting) > 1
+        self._max_tokens_a_request = config.long_prefill_token_threshold if has_others else 0  # 0: no limit
         self.token_budget = config.max_num_batched_tokens
         self.num_scheduled_tokens: dict[str, int] = {}
         self.scheduled_reqs: list[Request] = []  # those of num_scheduled_tokens, in its order
@@ -113,9 +116,8 @@ class SchedulePass:
         return self._limit(num_known_tokens - request.num_computed_tokens)
 
     def _limit(self, num_new_tokens: int) -> int:
-        threshold = self.config.long_prefill_token_threshold
-        if 0 < threshold < num_new_tokens:
-            num_new_tokens = threshold
+        if 0 < self._max_tokens_a_request < num_new_tokens:
+            num_new_tokens = self._max_tokens_a_request
         return num_new_tokens if num_new_tokens < self.token_budget else self.token_budget
 
     def _guess(self, request: Request, num_new_tokens: int, *, num_after: int) -> list[int]:
@@ -159,12 +161,18 @@ class SchedulePass:
             if victim is request:
                 return None
 
+    def preempt_all(self) -> None:
+        """Preempt whoever runs, as if no block were left: the last one first."""
+        while self.running:
+            self._preempt(self.running.pop())
+
     def _preempt(self, request: Request) -> None:
         """Free the blocks of a request and let it start over; what the prefix cache still holds then, it gets back.
 
         Tokens that a step in flight samples for it stay expected: that step reads and writes the blocks before any step
         that reuses them.
         """
+        self.kv_cache_manager.cache_blocks(request, request.num_computed_tokens)  # the last block may have become full of known tokens
         self.kv_cache_manager.free(request)
         request.num_computed_tokens = 0
         request.spec_token_ids = []
@@ -212,7 +220,7 @@ class SchedulePass:
             return "no_blocks"
         new_block_ids = kv.allocate_slots(request, num_new_tokens, computed_block_ids=computed_block_ids)
         assert new_block_ids is not None, "can_hold() said that the blocks are there"
-        kv.record_prefix_cache_lookup(num_tokens=request.num_tokens, num_hits=num_computed_tokens)
+        kv.record_prefix_cache_lookup(request, num_hits=num_computed_tokens)
 
         self.waiting.pop()
         insort(self.running, request, key=self._key)

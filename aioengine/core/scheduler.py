@@ -70,6 +70,7 @@ class Scheduler:
         self._last_step_id = 0
         self._last_updated_step_id = 0
         self._finished_req_ids: set[str] = set()  # ended, not yet told to the worker
+        self._preempted_req_ids: dict[str, None] = {}  # preempted between two steps, not yet told to the worker
         self._lingering_req_ids: set[str] = set()  # ended, the worker may still hold them
         self._structured_output_req_ids: set[str] = set()  # live ones
         self._prev_step_req_ids: Container[str] = ()
@@ -148,6 +149,7 @@ class Scheduler:
             self.proposer.forget(request.request_id)
         del self.requests[request.request_id]
         self._structured_output_req_ids.discard(request.request_id)
+        self._preempted_req_ids.pop(request.request_id, None)  # the worker is told that it ended
         if request.num_cached_tokens >= 0:  # it has been scheduled: the worker knows it
             self._finished_req_ids.add(request.request_id)
             self._lingering_req_ids.add(request.request_id)
@@ -159,19 +161,13 @@ class Scheduler:
         Returns None if there is nothing to hand to the worker: no request can take a token now (they wait for tokens in
         flight, or there are none) and no ended request has to be made known.
         """
-        plan = SchedulePass(
-            self.config,
-            running=self.running,
-            waiting=self.waiting,
-            kv_cache_manager=self.kv_cache_manager,
-            proposer=self.proposer,
-        )
+        plan = self._start_pass()
         plan.make_room()
         plan.schedule_running()
         plan.schedule_waiting()
         self._admission_stop = plan.admission_stop
-        self.num_preemptions += len(plan.preempted_reqs)
-        if not plan.num_scheduled_tokens and not plan.preempted_reqs and not self._finished_req_ids:
+        self._note_preempted(plan)
+        if not plan.num_scheduled_tokens and not self._preempted_req_ids and not self._finished_req_ids:
             self._check()
             return None
 
@@ -183,7 +179,7 @@ class Scheduler:
             num_scheduled_tokens=plan.num_scheduled_tokens,
             total_num_scheduled_tokens=self.config.max_num_batched_tokens - plan.token_budget,
             finished_req_ids=frozenset(self._finished_req_ids),
-            preempted_req_ids=frozenset(request.request_id for request in plan.preempted_reqs),
+            preempted_req_ids=frozenset(self._preempted_req_ids),
             new_block_ids_to_zero=self.kv_cache_manager.take_block_ids_to_zero(),
             scheduled_spec_decode_tokens=plan.spec_token_ids,
             structured_output_request_ids=plan.structured_output_request_ids() if self._structured_output_req_ids else frozenset(),
@@ -191,6 +187,20 @@ class Scheduler:
         self._update_after_schedule(plan)
         self._check(output)
         return output
+
+    def _start_pass(self) -> SchedulePass:
+        return SchedulePass(
+            self.config,
+            running=self.running,
+            waiting=self.waiting,
+            kv_cache_manager=self.kv_cache_manager,
+            proposer=self.proposer,
+        )
+
+    def _note_preempted(self, plan: SchedulePass) -> None:
+        if plan.preempted_reqs:
+            self.num_preemptions += len(plan.preempted_reqs)
+            self._preempted_req_ids.update((request.request_id, None) for request in plan.preempted_reqs)
 
     def _update_after_schedule(self, plan: SchedulePass) -> None:
         """Advance the counters past the step at once, so that the next one can be planned before its tokens are known."""
@@ -200,6 +210,7 @@ class Scheduler:
                 request.num_output_placeholders += 1  # this step samples its next token
         self._prev_step_req_ids = plan.num_scheduled_tokens
         self._finished_req_ids.clear()  # the output has its own copy
+        self._preempted_req_ids.clear()
 
     def update_from_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Take in the sampled tokens of a step. Steps must come in the order they were scheduled.
@@ -213,36 +224,42 @@ class Scheduler:
         self._last_updated_step_id = scheduler_output.step_id
         self._lingering_req_ids -= scheduler_output.finished_req_ids
         core_outputs: list[EngineCoreOutput] = []
-        ended: set[str] = set()
+        ended: list[Request] = []  # in the order of the batch, as what they free is
+        # What most steps have none of is not looked up for every request.
+        requests, indices, sampled = self.requests, output.req_id_to_index, output.sampled_token_ids
+        failed, spec_token_ids = output.failed_req_ids, scheduler_output.scheduled_spec_decode_tokens
+        all_logprobs, all_prompt_logprobs = output.logprobs, output.prompt_logprobs
         for req_id in scheduler_output.num_scheduled_tokens:
-            request = self.requests.get(req_id)
+            request = requests.get(req_id)
             if request is None:
                 continue
-            if req_id in output.failed_req_ids:
-                core_outputs.append(self._fail_request(request, output.failed_req_ids[req_id]))
+            if failed and req_id in failed:
+                core_outputs.append(self._fail_request(request, failed[req_id]))
                 continue
-            token_ids = output.sampled_token_ids[output.req_id_to_index[req_id]]
-            prompt_logprobs = output.prompt_logprobs.get(req_id)
+            token_ids = sampled[indices[req_id]]
+            prompt_logprobs = all_prompt_logprobs.get(req_id) if all_prompt_logprobs else None
             if not token_ids:
                 if prompt_logprobs:
                     core_outputs.append(EngineCoreOutput(req_id, [], None, None, None, request.num_cached_tokens, prompt_logprobs))
                 continue
-            if req_id in scheduler_output.scheduled_spec_decode_tokens:
-                self._settle_guesses(request, len(scheduler_output.scheduled_spec_decode_tokens[req_id]), num_accepted=len(token_ids) - 1)
+            guesses = spec_token_ids.get(req_id) if spec_token_ids else None
+            if guesses is not None:
+                self._settle_guesses(request, len(guesses), num_accepted=len(token_ids) - 1)
             new_token_ids = self._append_tokens(request, token_ids)
             finish_reason = None
             if request.is_finished:
-                ended.add(req_id)
+                ended.append(request)
                 finish_reason = request.finish_reason
-            logprobs = output.logprobs.get(req_id)
+            logprobs = all_logprobs.get(req_id) if all_logprobs else None
             if logprobs is not None:
                 logprobs = logprobs[: len(new_token_ids)]
             # By position: keywords would take three times as long.
-            core_outputs.append(
-                EngineCoreOutput(
-                    req_id, new_token_ids, finish_reason, request.stop_reason, logprobs, request.num_cached_tokens, prompt_logprobs
-                )
+            core_output = EngineCoreOutput(
+                req_id, new_token_ids, finish_reason, request.stop_reason, logprobs, request.num_cached_tokens, prompt_logprobs
             )
+            if guesses is not None:
+                core_output = core_output._replace(num_draft_tokens=len(guesses), num_accepted_tokens=len(token_ids) - 1)
+            core_outputs.append(core_output)
         self._remove_ended(ended)
         self._check()
         return core_outputs
@@ -282,12 +299,13 @@ class Scheduler:
             self.waiting.remove(request)
         return True
 
-    def _remove_ended(self, req_ids: set[str]) -> None:
-        if not req_ids:
+    def _remove_ended(self, requests: list[Request]) -> None:
+        if not requests:
             return
+        req_ids = {request.request_id for request in requests}
         self.running[:] = [request for request in self.running if request.request_id not in req_ids]
-        for req_id in req_ids:
-            self._free_request(self.requests[req_id])
+        for request in requests:
+            self._free_request(request)
 
     # ------------------------------------------------------------------ what others may know
     @property
@@ -313,7 +331,7 @@ class Scheduler:
         return ScheduleReport(admission_stop=self._admission_stop, block_changes=self.kv_cache_manager.block_pool.take_changes())
 
     def make_stats(self) -> SchedulerStats:
-        pool = self.kv_cache_manager.block_pool
+        pool, prefix_cache = self.kv_cache_manager.block_pool, self.kv_cache_manager.prefix_cache_stats
         return SchedulerStats(
             num_waiting_reqs=len(self.waiting),
             num_running_reqs=len(self.running),
@@ -322,21 +340,33 @@ class Scheduler:
             num_free_blocks=pool.num_free_blocks,
             num_cached_blocks=pool.num_cached_blocks,
             num_preemptions=self.num_preemptions,
-            prefix_cache_queries=self.kv_cache_manager.prefix_cache_queries,
-            prefix_cache_hits=self.kv_cache_manager.prefix_cache_hits,
+            prefix_cache_queries=prefix_cache.queries,
+            prefix_cache_hits=prefix_cache.hits,
             num_draft_tokens=self.num_draft_tokens,
             num_accepted_tokens=self.num_accepted_tokens,
             num_aborted_reqs=self.num_aborted_reqs,
             num_rejected_reqs=self.num_rejected_reqs,
+            recent_prefix_cache_queries=prefix_cache.recent_queries,
+            recent_prefix_cache_hits=prefix_cache.recent_hits,
+            num_resumed_reqs=prefix_cache.num_resumed_reqs,
+            num_preempted_queries=prefix_cache.num_preempted_queries,
+            num_preempted_hits=prefix_cache.num_preempted_hits,
         )
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes. Refused (False) while a request holds blocks: it may share them."""
-        pool = self.kv_cache_manager.block_pool
-        if pool.num_free_blocks != pool.num_total_blocks:
-            return False
-        pool.reset_cache()
-        return True
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget all cached prefixes. Refused (False) while a request holds blocks: it may share them.
+
+        reset_running_requests: preempt those that hold blocks; then it is never refused. They compute all their tokens
+        anew. What steps in flight sample for them is kept: the tokens come out as they would have without this call.
+        """
+        if reset_running_requests and self.running:
+            plan = self._start_pass()
+            plan.preempt_all()
+            self._note_preempted(plan)
+            self._prev_step_req_ids = ()  # who comes back in the next step was in no step just before, to the worker
+        is_reset = self.kv_cache_manager.reset_prefix_cache()
+        self._check()
+        return is_reset
 
     def _check(self, output: SchedulerOutput | None = None) -> None:
         if self._check_invariants:

@@ -81,12 +81,30 @@ class SchedulerStats:
     num_free_blocks: int  # allocatable: never used, or cached and owned by nobody
     num_cached_blocks: int  # blocks whose content the prefix cache can serve, owned or not
     num_preemptions: int  # total
-    prefix_cache_queries: int  # total, in tokens
+    prefix_cache_queries: int  # total, in tokens: each request counts once, when it is first admitted
     prefix_cache_hits: int  # total, in tokens
     num_aborted_reqs: int = 0  # total: by their consumer, by a time-out, at shutdown
     num_rejected_reqs: int = 0  # total: refused because the queue was full
     num_draft_tokens: int = 0  # total: guesses that were checked
     num_accepted_tokens: int = 0  # total: those that were right
+    # The same of the last 1000 requests since the cache was reset; None: a recording of before these were kept.
+    recent_prefix_cache_queries: int | None = None
+    recent_prefix_cache_hits: int | None = None
+    # What preempted requests looked up and found of their own when they came back: no part of the figures above.
+    num_resumed_reqs: int = 0  # total: each time that one came back
+    num_preempted_queries: int = 0  # total, in tokens
+    num_preempted_hits: int = 0  # total, in tokens
+
+    @property
+    def prefix_cache_hit_rate(self) -> float | None:
+        """The share of looked-up tokens that were found, of the last 1000 requests; None before the first.
+
+        Where the last requests are not told apart (old recordings), of all of them.
+        """
+        queries, hits = self.recent_prefix_cache_queries, self.recent_prefix_cache_hits
+        if queries is None or hits is None:
+            queries, hits = self.prefix_cache_queries, self.prefix_cache_hits
+        return hits / queries if queries else None
 
     @property
     def num_used_blocks(self) -> int:
@@ -108,7 +126,7 @@ class BlockChanges:
 
     allocated: list[int] = field(default_factory=list)  # taken from the free queue, by a new owner or by a cache hit
     freed: list[int] = field(default_factory=list)  # back in the free queue: their last owner let go
-    evicted: list[int] = field(default_factory=list)  # lost their cached content because they were allocated anew
+    evicted: list[int] = field(default_factory=list)  # lost their cached content: they were allocated anew, or the cache was reset
     # Became findable by content, and still are: applied after `evicted`, the set of cached blocks is right.
     cached: list[int] = field(default_factory=list)
     cached_hashes: list[str] = field(default_factory=list)  # of `cached`: the first hex digits of their content's hash

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from aioengine.config import EngineConfig, ModelInfo, ResolvedConfig
 from aioengine.core.scheduler_output import SchedulerStats
-from aioengine.engine.batch import collect_batch, naming_prompt, params_for_each
+from aioengine.engine.batch import collect_batch, naming_prompt, pair_up
 from aioengine.engine.deadline import Deadline
 from aioengine.engine.detokenizer import TextTokenizer
 from aioengine.engine.engine_life import EngineLife
@@ -113,7 +113,7 @@ class AsyncEngine(EngineLife):
         arrival_time = time.perf_counter()
         deadline = Deadline(timeout)
         self._running_core()
-        check_request_options(request_id, priority, cache_salt)
+        request_id, priority, cache_salt = check_request_options(request_id, priority, cache_salt)
         assert self._submitter is not None
         self._submitter.check_request_id_is_free(request_id)
         self._check_admission()
@@ -139,14 +139,14 @@ class AsyncEngine(EngineLife):
 
     async def generate_batch(
         self,
-        prompts: Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams | None] | None = None,
+        prompts: Iterable[Prompt],
+        sampling_params: SamplingParams | Iterable[SamplingParams | None] | None = None,
         *,
         progress: bool = True,
     ) -> list[RequestOutput]:
         """Generate a continuation of each prompt; the final outputs come in the order of `prompts`.
 
-        sampling_params: one for all, or a list with one for each prompt.
+        prompts: a list, or whatever else gives them one after the other. sampling_params: one for all, or one for each.
         progress: show a bar on stderr, if that is a terminal.
 
         Raises InvalidRequestError naming the index of a prompt that cannot be served, and EngineOverloadedError if they may
@@ -155,11 +155,10 @@ class AsyncEngine(EngineLife):
         arrival_time = time.perf_counter()
         self._running_core()
         assert self._submitter is not None
-        params = params_for_each(prompts, sampling_params)
         processed: list[ProcessedInput] = []
-        for index, prompt in enumerate(prompts):
+        for index, (prompt, params) in enumerate(pair_up(prompts, sampling_params)):
             with naming_prompt(index):
-                processed.append(await self._prepare(prompt, params[index], None))
+                processed.append(await self._prepare(prompt, params, None))
             await asyncio.sleep(0)  # that took up to a millisecond; others have tokens to handle
         self._running_core()  # it may have stopped meanwhile
         self._check_admission(processed)
@@ -285,9 +284,13 @@ class AsyncEngine(EngineLife):
         """Gauges and totals now. Raises AioEngineError before `start()`."""
         return _started(self._core).make_stats()
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes. Refused (False) while a request holds KV blocks. Raises AioEngineError before `start()`."""
-        return _started(self._core).scheduler.reset_prefix_cache()
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget all cached prefixes. Refused (False) while a request holds KV blocks, unless `reset_running_requests`: then
+        those are preempted first, and compute all their tokens anew; their outputs stay the same.
+
+        Raises AioEngineError before `start()`, EngineDeadError if running requests are to be reset and the engine stopped.
+        """
+        return _started(self._core).reset_prefix_cache(reset_running_requests)
 
 
 def _started(part: T | None) -> T:

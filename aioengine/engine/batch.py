@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from typing import Any
 
 from tqdm import tqdm
 
@@ -13,19 +15,40 @@ from aioengine.engine.output_collector import OutputCollector
 from aioengine.errors import InvalidRequestError
 from aioengine.outputs import RequestOutput
 from aioengine.sampling_params import SamplingParams
+from aioengine.values import shorten
+
+MAX_BATCH_PROMPTS = 1_000_000
+"""What has no end is not read to it."""
 
 
-def params_for_each(
-    prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams | None] | None
-) -> list[SamplingParams | None]:
-    """One entry a prompt. Raises InvalidRequestError if `prompts` is a single text or the lengths differ."""
+def pair_up(
+    prompts: Iterable[Prompt], sampling_params: SamplingParams | Iterable[SamplingParams | None] | None
+) -> list[tuple[Prompt, SamplingParams | None]]:
+    """Each prompt with its parameters. Raises InvalidRequestError if `prompts` is no list of prompts or the lengths differ."""
     if isinstance(prompts, str):
         raise InvalidRequestError("generate_batch() takes a list of prompts, got one text")
+    if isinstance(prompts, Set):
+        raise InvalidRequestError(f"generate_batch() takes a list of prompts, got a {type(prompts).__name__}, which has no order")
+    items = _read(prompts, "prompts")
     if sampling_params is None or isinstance(sampling_params, SamplingParams):
-        return [sampling_params] * len(prompts)
-    if len(sampling_params) != len(prompts):
-        raise InvalidRequestError(f"there are {len(prompts)} prompts but {len(sampling_params)} sampling_params")
-    return list(sampling_params)
+        return [(prompt, sampling_params) for prompt in items]
+    params = _read(sampling_params, "sampling_params")
+    if len(params) != len(items):
+        raise InvalidRequestError(f"there are {len(items)} prompts but {len(params)} sampling_params")
+    return list(zip(items, params, strict=True))
+
+
+def _read(given: Any, name: str) -> list[Any]:
+    """The items of anything that can be gone through once, at most MAX_BATCH_PROMPTS."""
+    if isinstance(given, (str, bytes, bytearray, memoryview, Mapping)) or not isinstance(given, Iterable):
+        raise InvalidRequestError(f"generate_batch(): {name} must be a list, got {shorten(given)}")
+    try:
+        items = list(itertools.islice(given, MAX_BATCH_PROMPTS + 1))
+    except Exception as exc:  # the caller's own code
+        raise InvalidRequestError(f"generate_batch(): {name} cannot be read: {type(exc).__name__}: {exc}") from exc
+    if len(items) > MAX_BATCH_PROMPTS:
+        raise InvalidRequestError(f"generate_batch() takes at most {MAX_BATCH_PROMPTS} {name}, got more")
+    return items
 
 
 @contextlib.contextmanager

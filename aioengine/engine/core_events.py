@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from aioengine.core.scheduler import Scheduler
 from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.engine.engine_snapshot import TextSource, build_snapshot
-from aioengine.engine.failure_report import describe_event
+from aioengine.engine.failure_report import describe_event, describe_output
 from aioengine.events.bus import StepBus
 from aioengine.events.step_event import EngineSnapshot, Event, FinishedInfo, RequestInfo, StepEvent, StepResultEvent
 from aioengine.outputs import EngineCoreOutput, FinishReason, WorkerTiming
+from aioengine.printable import LogLines, get_logger, printable
 from aioengine.request import Request
+
+logger = get_logger(__name__)
 
 _NUM_EVENTS_KEPT = 32
 SNAPSHOT_INTERVAL = 2000
@@ -32,6 +35,7 @@ class CoreEvents:
         self._added: list[RequestInfo] = []
         self._finished: list[FinishedInfo] = []
         self._stats_before = scheduler.make_stats()  # as of the last result
+        self._is_behind = False  # an event is missing and no snapshot has told what it would have
 
     # ------------------------------------------------------------------ who came and who went
     def note_added(self, request: Request, *, prompt: str | None) -> None:
@@ -53,17 +57,15 @@ class CoreEvents:
 
     @property
     def has_news(self) -> bool:
-        """A request came or went and no event has told of it yet."""
-        return bool(self._added or self._finished)
+        """A request came or went, or more, and no event has told of it yet."""
+        return bool(self._added or self._finished or self._is_behind)
 
     # ------------------------------------------------------------------ events
     def publish_step(self, output: SchedulerOutput, *, queue_depth: int, schedule_start: float, schedule_end: float) -> None:
         """A step was scheduled and handed to the worker. Times in seconds of `time.perf_counter()`."""
         report = self._scheduler.take_report()
-        added, self._added = self._added, []
-        finished, self._finished = self._finished, []
-        self.publish(
-            StepEvent(
+        self._publish_news(
+            lambda: StepEvent(
                 step_id=output.step_id,
                 time=schedule_end,
                 output=output,
@@ -74,8 +76,8 @@ class CoreEvents:
                 queue_depth=queue_depth,
                 schedule_start=schedule_start,
                 schedule_end=schedule_end,
-                added=added,
-                finished=finished,
+                added=self._added,
+                finished=self._finished,
             )
         )
 
@@ -90,17 +92,16 @@ class CoreEvents:
         update_end: float,
     ) -> None:
         """The tokens of a step were taken in. Times in seconds of `time.perf_counter()`."""
-        added, self._added = self._added, []
-        finished, self._finished = self._finished, []
         stats, before = self._scheduler.make_stats(), self._stats_before
         self._stats_before = stats
-        self.publish(
-            StepResultEvent(
+        block_changes = self._scheduler.take_report().block_changes
+        self._publish_news(
+            lambda: StepResultEvent(
                 step_id=step_id,
                 time=update_end,
                 num_new_tokens={output.request_id: len(output.new_token_ids) for output in outputs},
                 stats=stats,
-                block_changes=self._scheduler.take_report().block_changes,
+                block_changes=block_changes,
                 queue_depth=queue_depth,
                 execute_start=timing.execute_start if timing else None,
                 execute_end=timing.execute_end if timing else None,
@@ -108,26 +109,53 @@ class CoreEvents:
                 sample_end=timing.sample_end if timing else None,
                 update_start=update_start,
                 update_end=update_end,
-                finished=finished,
-                added=added,
+                finished=self._finished,
+                added=self._added,
                 new_text=self._text_source.take_new_text() if self._text_source is not None else {},
                 num_draft_tokens=stats.num_draft_tokens - before.num_draft_tokens,
                 num_accepted_tokens=stats.num_accepted_tokens - before.num_accepted_tokens,
             )
         )
 
+    def publish_snapshot(self, *, in_flight: Iterable[SchedulerOutput], paused: bool) -> None:
+        """The full state, as it stands between two calls of the scheduler."""
+        self._publish(lambda: self.make_snapshot(in_flight=in_flight, paused=paused))
+
     def wants_snapshot_at(self, step_id: int) -> bool:
-        return step_id % SNAPSHOT_INTERVAL == 0 and self._bus.has_observers
+        return (step_id % SNAPSHOT_INTERVAL == 0 or self._is_behind) and self._bus.has_observers
 
     def make_snapshot(self, *, in_flight: Iterable[SchedulerOutput], paused: bool) -> EngineSnapshot:
-        """The full state, as it stands between two calls of the scheduler."""
+        """As `publish_snapshot`, for one who asks."""
         return build_snapshot(self._scheduler, in_flight=in_flight, paused=paused, text_source=self._text_source)
 
-    def publish(self, event: Event) -> None:
+    def _publish_news(self, make: Callable[[], Event]) -> None:
+        """Publish an event that tells who came and who went."""
+        if self._publish(make):
+            self._added, self._finished = [], []
+
+    def _publish(self, make: Callable[[], Event]) -> bool:
+        """Publish what `make` builds. False if it raises: what observers see ends no step, and a snapshot will tell the rest."""
+        try:
+            event = make()
+        except Exception:
+            if not self._is_behind:
+                logger.exception("an event could not be built; observers get a snapshot as soon as there is one")
+            self._is_behind = True
+            return False
+        self._is_behind = self._is_behind and not isinstance(event, EngineSnapshot)
         self._recent.append(event)
         self._bus.publish(event)
+        return True
 
-    def describe_recent(self) -> str:
-        """The last events, one a line, for the log of a failure."""
-        lines = "\n".join(f"  {describe_event(event)}" for event in self._recent)
-        return f"the last {len(self._recent)} events:\n{lines}"
+    def describe_recent(self) -> LogLines:
+        """The last events, one a line, for the log of a failure. Never raises."""
+        lines = "".join(f"\n  {describe(event)}" for event in self._recent)
+        return LogLines(f"the last {len(self._recent)} events:{lines}")
+
+
+def describe(subject: Event | SchedulerOutput) -> str:
+    """One line for the log of a failure. Never raises."""
+    try:
+        return printable(describe_output(subject) if isinstance(subject, SchedulerOutput) else describe_event(subject))
+    except Exception as exc:  # an integer of so many digits that Python does not write it out
+        return f"{type(subject).__name__} of step {subject.step_id}, which cannot be described: {printable(str(exc))}"

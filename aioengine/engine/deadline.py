@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import math
+import numbers
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from aioengine.errors import InvalidRequestError, RequestTimeoutError
+from aioengine.values import number, shorten
 
 
-def check_timeout(timeout: object) -> None:
-    """Raise InvalidRequestError unless it is a positive, finite number of seconds, or None."""
+def read_timeout(timeout: object) -> float | None:
+    """A positive, finite number of seconds, or None. Raises InvalidRequestError."""
     if timeout is None:
-        return
-    if not isinstance(timeout, (int, float)) or isinstance(timeout, bool):
-        raise InvalidRequestError(f"timeout must be a number of seconds or None, got {timeout!r}")
-    if not (timeout > 0 and math.isfinite(timeout)):
-        raise InvalidRequestError(f"timeout must be > 0 seconds and finite, or None, got {timeout!r}")
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
+        raise InvalidRequestError(f"timeout must be a number of seconds or None, got {shorten(timeout)}")
+    seconds = number(timeout)
+    if seconds is None or seconds <= 0:
+        raise InvalidRequestError(f"timeout must be > 0 seconds and finite, or None, got {shorten(timeout)}")
+    return seconds
 
 
 class Deadline:
     """Of one request: `timeout` seconds from now, or None for no limit. Belongs to the running event loop."""
 
     def __init__(self, timeout: float | None) -> None:
-        check_timeout(timeout)
-        self._timeout = timeout
+        self._timeout = timeout = read_timeout(timeout)
         self._loop = asyncio.get_running_loop()
         self._when = None if timeout is None else self._loop.time() + timeout
         self._timer: asyncio.TimerHandle | None = None

@@ -88,6 +88,10 @@ class IncrementalDecoder:
             self._shorten_window(text[end:])
         return self._without_space(piece, token_id) if self._join else piece
 
+    def skipped_text(self, token_id: int) -> str:
+        """What a special token that is left out of the text looks like; empty for others."""
+        return self._tokenizer.decode([token_id], skip_special_tokens=False) if token_id in self._skip else ""
+
     def _without_space(self, piece: str, token_id: int) -> str:
         follows_special, self._last_is_special = self._last_is_special, token_id in self._join
         return piece.removeprefix(" ") if follows_special and self._last_is_special else piece
@@ -125,12 +129,16 @@ class Detokenizer:
     while it is the beginning of a stop string. A stop string counts if the token that completes it is not among the
     first `min_tokens`.
 
+    A special token that `skip_special_tokens` leaves out counts where its text is, or is a part of, a stop string: it is hidden in
+    the text then, which is to say never shown, unless `include_stop_str_in_output` shows the stop string that it belongs to.
+
     Only the end of the text is kept here, as much as a stop string may reach back, so a token costs the same however
     long the text is. A token is visible when its last character is.
     """
 
     __slots__ = (
         "_decoder",
+        "_hidden",
         "_include_stop",
         "_max_stop_len",
         "_min_tokens",
@@ -156,7 +164,8 @@ class Detokenizer:
         self._include_stop = sampling_params.include_stop_str_in_output
         self._min_tokens = sampling_params.min_tokens
         self._tail = ""  # the end of the text: what is not visible, and what a stop string may begin in
-        self._num_chars = 0  # of the text
+        self._hidden: deque[tuple[int, int]] = deque()  # from where to where in the text special tokens are hidden, if not shown yet
+        self._num_chars = 0  # of the text, what is hidden in it included
         self._num_visible = 0  # characters of it that can no longer turn out to belong to a stop string
         self._new: list[str] = []  # visible, not taken
         self._num_tokens = 0
@@ -174,6 +183,11 @@ class Detokenizer:
         """Add one output token; return the stop string that it completes, if any. Nothing may be pushed after one."""
         self._num_tokens += 1
         piece = self._decoder.push(token_id)
+        if not piece and self._stop:
+            hidden = self._decoder.skipped_text(token_id)
+            if hidden and any(hidden in stop for stop in self._stop):
+                self._hidden.append((self._num_chars, self._num_chars + len(hidden)))
+                piece = hidden
         stop = self._append(piece) if piece else None
         end = self._num_chars + self._decoder.num_held
         if stop is not None or self._num_visible >= end:
@@ -208,18 +222,32 @@ class Detokenizer:
             match = find_stop_string(self._tail, self._stop, new_from=old_length)
             if match is not None:
                 stop, start = match
-                end = start + (len(stop) if self._include_stop else 0)
-                self._show_up_to(self._num_chars - len(self._tail) + end)
+                start += self._num_chars - len(self._tail)
+                self._show_up_to(start)
+                if self._include_stop:
+                    self._hidden.clear()
+                    self._show_up_to(start + len(stop))
                 return stop
-        held = 0 if self._include_stop else _num_held_for_stop(self._tail, self._stop)
+        may_show = self._include_stop and not self._hidden  # what is hidden is shown if it turns out to belong to a stop string
+        held = 0 if may_show else _num_held_for_stop(self._tail, self._stop)
         self._show_up_to(self._num_chars - held)
         self._tail = self._tail[-max(held, self._max_stop_len - 1, 1) :]
         return None
 
     def _show_up_to(self, num_chars: int) -> None:
         """Make the text visible up to there. What is visible stays visible: a stop string in the first min_tokens is text."""
+        offset = self._num_chars - len(self._tail)  # where the tail begins in the text
+        while self._hidden and self._hidden[0][0] < num_chars:
+            start, end = self._hidden[0]
+            self._show_piece(start, offset)
+            self._num_visible = max(self._num_visible, min(end, num_chars))
+            if end > num_chars:
+                return
+            self._hidden.popleft()
+        self._show_piece(num_chars, offset)
+
+    def _show_piece(self, num_chars: int, offset: int) -> None:
         if num_chars > self._num_visible:
-            offset = self._num_chars - len(self._tail)  # where the tail begins in the text
             self._new.append(self._tail[self._num_visible - offset : num_chars - offset])
             self._num_visible = num_chars
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -14,9 +13,8 @@ from dataclasses import dataclass
 from aioengine.core.invariants import check_no_leak, check_scheduler
 from aioengine.core.scheduler import Scheduler
 from aioengine.core.scheduler_output import SchedulerOutput, SchedulerStats
-from aioengine.engine.core_events import CoreEvents
+from aioengine.engine.core_events import CoreEvents, describe
 from aioengine.engine.engine_snapshot import TextSource
-from aioengine.engine.failure_report import describe_output
 from aioengine.engine.step_gate import StepGate, StepWaiter
 from aioengine.engine.step_in_flight import StepInFlight, StepWatchdog
 from aioengine.engine.step_sampler import StepSampler
@@ -25,11 +23,12 @@ from aioengine.events.bus import StepBus
 from aioengine.events.step_event import EngineSnapshot
 from aioengine.executor.base import Executor
 from aioengine.outputs import EngineCoreOutput, FinishReason, ModelRunnerOutput
+from aioengine.printable import get_logger
 from aioengine.request import Request, RequestStatus
 from aioengine.structured_output.manager import StructuredOutputManager
 from aioengine.structured_output.matcher import CompiledGrammar
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +103,7 @@ class EngineCore:
         if not self._stopped and self._error is None:
             self._stopped = True
             self.finish_requests(list(self.scheduler.requests), RequestStatus.FINISHED_ABORTED)
-            self._events.publish(self.make_snapshot())
+            self._publish_snapshot()
         self._end_waiting(EngineDeadError("the engine was shut down"))
         if self._task is not None:
             self._task.cancel()
@@ -169,6 +168,16 @@ class EngineCore:
             self._wake_up.set()
         return ended
 
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """As `Scheduler.reset_prefix_cache`, also while steps are in flight. Raises EngineDeadError if running requests are to
+        be reset and nothing can run any more.
+        """
+        if reset_running_requests:
+            self.check_health()
+        is_reset = self.scheduler.reset_prefix_cache(reset_running_requests)
+        self._wake_up.set()
+        return is_reset
+
     # ------------------------------------------------------------------ pausing
     @property
     def is_paused(self) -> bool:
@@ -179,7 +188,7 @@ class EngineCore:
         self.check_health()
         if not self._gate.is_paused:
             self._gate.is_paused = True
-            self._events.publish(self.make_snapshot())
+            self._publish_snapshot()
 
     def resume(self) -> None:
         """Undo `pause()`. Idempotent."""
@@ -187,7 +196,7 @@ class EngineCore:
         if self._gate.is_paused:
             self._gate.nothing_to_run()
             self._gate.is_paused = False
-            self._events.publish(self.make_snapshot())
+            self._publish_snapshot()
             self._wake_up.set()
 
     def step(self) -> StepWaiter:
@@ -262,16 +271,16 @@ class EngineCore:
         sample.add_done_callback(self._on_worker_done)
         self._events.publish_step(output, queue_depth=len(self._in_flight), schedule_start=schedule_start, schedule_end=schedule_end)
         if self._events.wants_snapshot_at(output.step_id):
-            self._events.publish(self.make_snapshot())
+            self._publish_snapshot()
         return True
 
     def _update_step(self, step: StepInFlight) -> None:
         """Take in the tokens of the oldest step and pass them on."""
         self._current = step.output
-        result = self._sampler.with_failures(step.output, step.result())
+        result = self._sampler.check(step.output, step.result())
         update_start = time.perf_counter()
         outputs = self.scheduler.update_from_output(step.output, result)
-        self._sampler.take_in(outputs)  # before anything else: the worker may wait for it
+        self._sampler.take_in()  # before anything else: the worker may wait for it
         update_end = time.perf_counter()
         ends = self._on_outputs(outputs)
         self._collect_finished(outputs, ends)
@@ -317,7 +326,7 @@ class EngineCore:
             check_scheduler(self.scheduler)
         if self._events.has_news:
             # A request came and went without a step, so no StepEvent follows: observers must not go on showing it.
-            self._events.publish(self.make_snapshot())
+            self._publish_snapshot()
 
     # ------------------------------------------------------------------ called in the worker's thread
     def _on_execute_done(self, future: Future[None]) -> None:
@@ -336,13 +345,16 @@ class EngineCore:
     def make_stats(self) -> SchedulerStats:
         return self.scheduler.make_stats()
 
+    def _publish_snapshot(self) -> None:
+        self._events.publish_snapshot(in_flight=[step.output for step in self._in_flight], paused=self._gate.is_paused)
+
     def make_snapshot(self) -> EngineSnapshot:
         """The full state, as it stands between two calls of the scheduler."""
         return self._events.make_snapshot(in_flight=[step.output for step in self._in_flight], paused=self._gate.is_paused)
 
     # ------------------------------------------------------------------ failure
     def _log_failure(self, exc: BaseException) -> None:
-        step = "no step" if self._current is None else describe_output(self._current)
+        step = "no step" if self._current is None else describe(self._current)
         logger.error(
             "the engine stops: %s: %s\nwhile it handled %s\n%s",
             type(exc).__name__,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from abc import ABC, abstractmethod
 from types import TracebackType
@@ -23,9 +22,10 @@ from aioengine.errors import AioEngineError, ConfigError, EngineDeadError, StepT
 from aioengine.events.bus import StepBus
 from aioengine.events.protocol import EngineControl
 from aioengine.executor.base import Executor
+from aioengine.printable import get_logger
 from aioengine.structured_output.manager import StructuredOutputManager
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # How long `shutdown()` waits for the executor. A call may run that takes long and ends (loading a model); a step that was
 # given up already has had its time.
@@ -196,13 +196,13 @@ class EngineLife(ABC):
             await asyncio.wait([self._starting])
         if self._output is not None:
             self._output.fail_all(EngineDeadError("the engine was shut down"))
+        if self._structured_output is not None:
+            self._structured_output.shutdown()  # first of all: who waits for a grammar waits for nothing else
         if self._core is not None:
             await self._core.stop()
         if self._draining is not None:
             await asyncio.wait([self._draining])
         await self._stop_executor()
-        if self._structured_output is not None:
-            self._structured_output.shutdown()
         await self._publisher.close()
         self._bus.close()
 

@@ -9,7 +9,10 @@ from typing import Protocol
 from aioengine.core.scheduler import Scheduler
 from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.events.step_event import EngineSnapshot, RequestSnapshot
+from aioengine.printable import get_logger
 from aioengine.request import Request
+
+logger = get_logger(__name__)
 
 
 class TextSource(Protocol):
@@ -27,7 +30,7 @@ def build_snapshot(
 ) -> EngineSnapshot:
     """The state as it stands between two calls of the scheduler. Takes time proportional to everything alive and cached."""
     outputs = list(in_flight)
-    told = {req_id: output.step_id for output in outputs for req_id in output.finished_req_ids}
+    told = {req_id: output.step_id for output in outputs for req_id in sorted(output.finished_req_ids)}
     pool = scheduler.kv_cache_manager.block_pool
     cached_block_ids = [block_id for block_id, block_hash in enumerate(pool.block_hash) if block_hash is not None]
     return EngineSnapshot(
@@ -44,7 +47,12 @@ def build_snapshot(
 
 
 def _snapshot_request(request: Request, text_source: TextSource | None) -> RequestSnapshot:
-    prompt, text = text_source.text_of(request.request_id) if text_source is not None else (None, None)
+    prompt, text = None, None
+    if text_source is not None:
+        try:
+            prompt, text = text_source.text_of(request.request_id)
+        except Exception:  # what is wrong with one request's text takes nothing from the others
+            logger.exception("the text of request %r is missing in a snapshot", request.request_id)
     return RequestSnapshot(
         request_id=request.request_id,
         status=request.status.name,

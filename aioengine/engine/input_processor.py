@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+import itertools
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import aioengine.fields as fields
 from aioengine.config import ModelInfo
 from aioengine.engine.detokenizer import TextTokenizer
-from aioengine.engine.long_prompts import are_token_ids, find_outside_vocabulary
-from aioengine.errors import InvalidRequestError
-from aioengine.sampling_params import SamplingParams
+from aioengine.engine.long_prompts import find_outside_vocabulary, plain_token_ids
+from aioengine.errors import AioEngineError, InvalidRequestError
+from aioengine.fields import check_unicode
+from aioengine.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams
 from aioengine.structured_output.manager import StructuredOutputManager
 from aioengine.structured_output.matcher import CompiledGrammar
+from aioengine.values import shorten, whole
 
 T = TypeVar("T")
 
@@ -24,6 +27,12 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 # Tokenising this many characters takes about a millisecond. Longer text goes to a thread: the loop has steps to schedule.
 _MAX_INLINE_CHARS = 4096
+_MAX_INLINE_MESSAGES = 512
+
+MAX_REQUEST_ID_CHARS = 1024
+"""It is in every event of the request."""
+
+MAX_CACHE_SALT_CHARS = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +64,7 @@ class InputProcessor:
         structured_output: StructuredOutputManager | None = None,
     ) -> None:
         self._vocab_size = model_info.vocab_size
+        self._eos_token_ids = model_info.eos_token_ids
         self._model_name = model_info.name
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
@@ -65,77 +75,99 @@ class InputProcessor:
     async def process(self, prompt: Prompt, sampling_params: SamplingParams | None) -> ProcessedInput:
         """Check and complete one request; long text is tokenised, and a grammar compiled, in a thread."""
         params = SamplingParams() if sampling_params is None else sampling_params
-        self._check_params(params)
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(f"sampling_params must be SamplingParams or None, got {type(params).__name__}")
         if params.seed is None:
             # Drawn before anything is awaited, so that a seeded engine gives seeds in the order of the calls.
-            params = dataclasses.replace(params, seed=self._rng.getrandbits(63))
+            params = params.with_values(seed=self._rng.getrandbits(63))
+        await self._check_params(params)
         if params.bad_words:
             params = await self._with_bad_words(params)
-        text, token_ids = await self._tokenize(prompt)
-        token_ids = self._truncate(token_ids, params.truncate_prompt_tokens)
+        params.check_any_token_is_left(eos_token_ids=self._eos_token_ids, vocab_size=self._vocab_size)
+        text, token_ids = await self._tokenize(prompt, num_kept=params.truncate_prompt_tokens)
         await self._check_token_ids(token_ids)
         params = self._complete_params(params, len(token_ids))
-        grammar = None
-        if params.structured_outputs is not None:
-            assert self._structured_output is not None, "an engine that takes requests has a StructuredOutputManager"
-            grammar = await self._structured_output.compile(params.structured_outputs)
+        grammar = None if params.structured_outputs is None else await self._compile(params)
         return ProcessedInput(token_ids, params, text, grammar)
 
+    async def _compile(self, params: SamplingParams) -> CompiledGrammar:
+        assert self._structured_output is not None, "an engine that takes requests has a StructuredOutputManager"
+        assert params.structured_outputs is not None
+        try:
+            grammar = await self._structured_output.compile(params.structured_outputs)
+            if not _allows_a_token(grammar, params, self._eos_token_ids):
+                raise InvalidRequestError(
+                    "no token is left to sample: structured_outputs, allowed_token_ids and bad_words forbid every first one: "
+                    f"{shorten(params.structured_outputs)} and allowed_token_ids {shorten(params.allowed_token_ids)}"
+                )
+            return grammar
+        except AioEngineError:
+            raise
+        except Exception as exc:  # the grammar's library refuses what it cannot take with errors of its own
+            raise InvalidRequestError(
+                f"structured_outputs cannot be used: {shorten(params.structured_outputs)}: {type(exc).__name__}: {exc}"
+            ) from exc
+
     # ------------------------------------------------------------------ prompt -> token ids
-    async def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    async def _tokenize(self, prompt: Prompt, *, num_kept: int | None) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
             if not prompt:
                 raise InvalidRequestError("the prompt is empty")
             tokenizer = self._need_tokenizer("a text prompt")
-            return await _run(len(prompt), _encode_text, tokenizer, prompt)
-        items = _as_list(prompt)
-        if not items:
-            raise InvalidRequestError("the prompt is empty")
-        if await are_token_ids(items):
-            return None, items
-        if any(isinstance(item, Mapping) for item in items):
-            num_chars = _check_messages(items)
-            tokenizer = self._need_tokenizer("chat messages")
-            if not tokenizer.has_chat_template:
-                raise InvalidRequestError(f"{self._model_name} has no chat template: pass text or token ids instead of messages")
-            return await _run(num_chars, _encode_chat, tokenizer, items)
-        raise _wrong_item(items)
+            text, token_ids = await _run(len(prompt), _encode_text, tokenizer, prompt)
+            return text, self._truncate(token_ids, num_kept)
+        items = _read_items(prompt, num_kept=None if num_kept is None else self._num_kept(num_kept), most=self._max_model_len - 1)
+        if (plain := await plain_token_ids(items)) is not None:
+            return None, self._truncate(plain, num_kept)
+        if not any(isinstance(item, Mapping) for item in items):
+            raise _wrong_item(items)
+        few = len(items) <= _MAX_INLINE_MESSAGES
+        num_chars = _check_messages(items) if few else await asyncio.to_thread(_check_messages, items)
+        tokenizer = self._need_tokenizer("chat messages")
+        if not tokenizer.has_chat_template:
+            raise InvalidRequestError(f"{self._model_name} has no chat template: pass text or token ids instead of messages")
+        text, token_ids = await _run(num_chars if few else _MAX_INLINE_CHARS + 1, _encode_chat, tokenizer, items)
+        return text, self._truncate(token_ids, num_kept)
 
     def _need_tokenizer(self, what: str) -> TextTokenizer:
         if self._tokenizer is None:
             raise InvalidRequestError(f"{what} needs a tokenizer and this engine has none: pass token ids")
         return self._tokenizer
 
+    def _num_kept(self, num_tokens: int) -> int:
+        return self._max_model_len - 1 if num_tokens == -1 else num_tokens
+
     def _truncate(self, token_ids: list[int], num_tokens: int | None) -> list[int]:
         """The last `num_tokens`, -1: as many as leave room for one more. What was cut off is not checked further."""
-        if num_tokens is None:
-            return token_ids
-        return token_ids[-(self._max_model_len - 1 if num_tokens == -1 else num_tokens) :]
+        return token_ids if num_tokens is None else token_ids[-self._num_kept(num_tokens) :]
 
     async def _check_token_ids(self, token_ids: list[int]) -> None:
         if not token_ids:
             raise InvalidRequestError("the prompt has no tokens")
         most = self._max_model_len - 1
         if len(token_ids) > most:
-            raise InvalidRequestError(
-                f"the prompt has {len(token_ids)} tokens, but at most {most} fit: "
-                f"max_model_len is {self._max_model_len} and at least one token is generated"
-            )
+            raise _too_long(len(token_ids), most)
         index = await find_outside_vocabulary(token_ids, self._vocab_size)
         if index is not None:
-            raise InvalidRequestError(f"token id {token_ids[index]} at position {index} is not in the vocabulary of {self._vocab_size} ids")
+            raise InvalidRequestError(
+                f"token id {shorten(token_ids[index])} at position {index} is not in the vocabulary of {self._vocab_size} ids"
+            )
 
     # ------------------------------------------------------------------ sampling parameters
-    def _check_params(self, params: SamplingParams) -> None:
-        if not isinstance(params, SamplingParams):
-            raise InvalidRequestError(f"sampling_params must be SamplingParams or None, got {type(params).__name__}")
-        check_vocabulary("stop_token_ids", params.stop_token_ids, self._vocab_size)
-        check_vocabulary("logit_bias", params.logit_bias, self._vocab_size)
-        check_vocabulary("allowed_token_ids", params.allowed_token_ids or (), self._vocab_size)
-        for word in params.bad_words_token_ids:
-            check_vocabulary("bad_words_token_ids", word, self._vocab_size)
+    async def _check_params(self, params: SamplingParams) -> None:
+        for name, token_ids in (
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", list(params.logit_bias)),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+            ("bad_words_token_ids", [token_id for word in params.bad_words_token_ids for token_id in word]),
+        ):
+            index = await find_outside_vocabulary(token_ids, self._vocab_size)
+            if index is not None:
+                raise InvalidRequestError(
+                    f"{name}: token id {shorten(token_ids[index])} is not in the vocabulary of {self._vocab_size} ids"
+                )
         if params.stop_strings:
-            self._need_tokenizer(f"the stop string {params.stop_strings[0]!r}")
+            self._need_tokenizer(f"the stop string {shorten(params.stop_strings[0])}")
         most = self._max_model_len - 1
         if params.truncate_prompt_tokens is not None and params.truncate_prompt_tokens > most:
             raise InvalidRequestError(
@@ -145,12 +177,12 @@ class InputProcessor:
 
     async def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
         """Add the token ids of `bad_words` to those that were given as such."""
-        for word in params.bad_words:
-            check_unicode("bad_words", word)
-        tokenizer = self._need_tokenizer(f"the bad word {params.bad_words[0]!r}")
+        tokenizer = self._need_tokenizer(f"the bad word {shorten(params.bad_words[0])}")
         num_chars = sum(map(len, params.bad_words))
         words = await _run(num_chars, encode_bad_words, tokenizer, params.bad_words)
-        return dataclasses.replace(params, bad_words_token_ids=(*params.bad_words_token_ids, *words))
+        if (longest := max(words, key=len, default=())) and len(longest) > MAX_BAD_WORD_TOKENS:
+            raise InvalidRequestError(f"bad_words: a word has {len(longest)} tokens, at most {MAX_BAD_WORD_TOKENS} are taken")
+        return params.with_values(bad_words_token_ids=(*params.bad_words_token_ids, *words))
 
     def _complete_params(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         """Make max_tokens a number that max_model_len leaves room for; such a request ends with "length"."""
@@ -163,14 +195,27 @@ class InputProcessor:
             raise InvalidRequestError(
                 f"min_tokens is {params.min_tokens}, but after {num_prompt_tokens} prompt tokens there is room for {max_tokens}"
             )
-        return dataclasses.replace(params, max_tokens=max_tokens)
+        return params.with_values(max_tokens=max_tokens)
 
 
-def check_vocabulary(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    """Raise InvalidRequestError naming the first of `token_ids` that the model does not have. They are known to be >= 0."""
-    for token_id in token_ids:
-        if token_id >= vocab_size:
-            raise InvalidRequestError(f"{name}: token id {token_id} is not in the vocabulary of {vocab_size} ids")
+def _allows_a_token(grammar: CompiledGrammar, params: SamplingParams, eos_token_ids: Collection[int]) -> bool:
+    """Whether an output can begin, or be empty, with a grammar beside allowed_token_ids and bad words of one token."""
+    bad = {word[0] for word in params.bad_words_token_ids if len(word) == 1}
+    if params.allowed_token_ids is None and not bad:
+        return True
+    mask = bytearray(grammar.start(params).bitmask())
+    if any(_has_bit(mask, token_id) for token_id in eos_token_ids):
+        return True
+    for token_id in bad:
+        if token_id >> 3 < len(mask):
+            mask[token_id >> 3] &= ~(1 << (token_id & 7)) & 0xFF
+    if params.allowed_token_ids is None:
+        return any(mask)
+    return any(_has_bit(mask, token_id) for token_id in params.allowed_token_ids)
+
+
+def _has_bit(mask: bytearray, token_id: int) -> bool:
+    return token_id >> 3 < len(mask) and bool(mask[token_id >> 3] >> (token_id & 7) & 1)
 
 
 def encode_bad_words(tokenizer: TextTokenizer, bad_words: Sequence[str]) -> list[tuple[int, ...]]:
@@ -195,26 +240,22 @@ def encode_bad_words(tokenizer: TextTokenizer, bad_words: Sequence[str]) -> list
     return list(token_ids)
 
 
-def check_request_options(request_id: object, priority: object, cache_salt: object) -> None:
-    """Check what comes with a prompt. Raises InvalidRequestError."""
-    if request_id is not None:
-        if not isinstance(request_id, str) or not request_id:
-            raise InvalidRequestError(f"request_id must be a non-empty string or None, got {request_id!r}")
-        check_unicode("request_id", request_id)
-    if not isinstance(priority, int) or isinstance(priority, bool):
-        raise InvalidRequestError(f"priority must be an integer, got {priority!r}")
-    if cache_salt is not None:
-        if not isinstance(cache_salt, str):
-            raise InvalidRequestError(f"cache_salt must be a string or None, got {cache_salt!r}")
-        check_unicode("cache_salt", cache_salt)
+def check_request_options(request_id: object, priority: object, cache_salt: object) -> tuple[str | None, int, str | None]:
+    """Check what comes with a prompt; returns it as plain values. Raises InvalidRequestError."""
+    return (
+        _read_name("request_id", request_id, most=MAX_REQUEST_ID_CHARS),
+        fields.whole("priority", priority, least=-(2**63), most=2**63 - 1),
+        # An empty one would share with requests that have none, which is not what whoever gives one means.
+        _read_name("cache_salt", cache_salt, most=MAX_CACHE_SALT_CHARS),
+    )
 
 
-def check_unicode(what: str, text: str) -> None:
-    """Raise InvalidRequestError if `text` cannot be written as UTF-8 (it holds half of a surrogate pair)."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as exc:
-        raise InvalidRequestError(f"{what} is not valid Unicode: {text[exc.start]!r} at position {exc.start}") from None
+def _read_name(name: str, value: object, *, most: int) -> str | None:
+    if value is None:
+        return None
+    text = fields.text(f"{name} must be a non-empty string or None", name, value)
+    fields.require(len(text) <= most, f"{name} must have at most {most} characters, got {len(text)}")
+    return text
 
 
 async def _run(num_chars: int, encode: Callable[[TextTokenizer, Any], T], tokenizer: TextTokenizer, text: Any) -> T:
@@ -225,7 +266,8 @@ async def _run(num_chars: int, encode: Callable[[TextTokenizer, Any], T], tokeni
 
 def _encode_text(tokenizer: TextTokenizer, text: str) -> tuple[str, list[int]]:
     check_unicode("the prompt", text)
-    return text, _encode(tokenizer, text, add_special_tokens=True)
+    plain = str.__str__(text)
+    return plain, _encode(tokenizer, plain, add_special_tokens=True)
 
 
 def _encode_chat(tokenizer: TextTokenizer, messages: list[Mapping[str, str]]) -> tuple[str, list[int]]:
@@ -253,17 +295,42 @@ def _encode(tokenizer: TextTokenizer, text: str, *, add_special_tokens: bool) ->
         raise InvalidRequestError(f"the tokenizer failed on a text of {len(text)} characters: {type(exc).__name__}: {exc}") from exc
 
 
-def _as_list(prompt: object) -> list[Any]:
-    if hasattr(prompt, "tolist"):  # a numpy array or a tensor
-        prompt = prompt.tolist()
-    if isinstance(prompt, Sequence) and not isinstance(prompt, (str, bytes, bytearray)):
-        return list(prompt)
-    hint = ": put the message into a list" if isinstance(prompt, Mapping) else ""
-    raise InvalidRequestError(f"the prompt must be text, token ids or chat messages, got {type(prompt).__name__}{hint}")
+def _read_items(prompt: object, *, num_kept: int | None, most: int) -> list[Any]:
+    """The items of a list or an array. Of token ids only the last `num_kept` (None: all), and none of far too many: copying
+    millions of them takes time.
+    """
+    is_array = hasattr(prompt, "tolist") and not isinstance(prompt, memoryview)
+    if not is_array and (not isinstance(prompt, Sequence) or isinstance(prompt, (str, bytes, bytearray, memoryview))):
+        hint = ": put the message into a list" if isinstance(prompt, Mapping) else ""
+        raise InvalidRequestError(f"the prompt must be text, token ids or chat messages, got {type(prompt).__name__}{hint}")
+    given: Any = prompt
+    try:
+        length = len(given)
+        first = given[:1].tolist() if is_array else list(itertools.islice(given, 1))
+        if not first:
+            raise InvalidRequestError("the prompt is empty")
+        if whole(first[0]) is not None:
+            if num_kept is None and length > most:
+                raise _too_long(length, most)
+            if num_kept is not None and (is_array or isinstance(given, (list, tuple, range))):
+                given = given[-num_kept:]
+        elif is_array:
+            raise _wrong_item(first)
+        return given.tolist() if is_array else list(given)
+    except InvalidRequestError:
+        raise
+    except Exception as exc:  # of a class of the caller's, or an array without a dimension
+        raise InvalidRequestError(f"the prompt, a {type(prompt).__name__}, cannot be read: {type(exc).__name__}: {exc}") from exc
+
+
+def _too_long(num_tokens: int, most: int) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"the prompt has {num_tokens} tokens, but at most {most} fit: max_model_len is {most + 1} and at least one token is generated"
+    )
 
 
 def _wrong_item(items: list[Any]) -> InvalidRequestError:
-    index, item = next((index, item) for index, item in enumerate(items) if type(item) is not int)
+    index, item = next((index, item) for index, item in enumerate(items) if whole(item) is None)
     return InvalidRequestError(f"the prompt must be text, token ids or chat messages, but item {index} is {type(item).__name__}")
 
 

@@ -7,24 +7,33 @@ for which the loop then waits 5 ms each time it wakes up. Short prompts are done
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from aioengine.core.kv_cache_manager import KVCacheManager
+from aioengine.values import whole
 
 _TOKENS_PER_SLICE = 8192  # a check of so many takes half a millisecond
 _BLOCKS_PER_SLICE = 512  # and hashing so many a whole one
 
 
-async def are_token_ids(items: list[Any]) -> bool:
-    """Whether all of them are plain integers (a bool is none)."""
+async def plain_token_ids(items: list[Any]) -> list[int] | None:
+    """The same list if it holds plain integers only, a copy if some are integers of another kind (NumPy's), else None."""
+    plain = items
     async for start in _starts(len(items), _TOKENS_PER_SLICE):
-        if set(map(type, items[start : start + _TOKENS_PER_SLICE])) != {int}:
-            return False
-    return True
+        part = items[start : start + _TOKENS_PER_SLICE]
+        if set(map(type, part)) == {int}:
+            continue
+        converted = [whole(item) for item in part]
+        if None in converted:
+            return None
+        if plain is items:
+            plain = items.copy()
+        plain[start : start + len(part)] = converted
+    return plain
 
 
-async def find_outside_vocabulary(token_ids: list[int], vocab_size: int) -> int | None:
+async def find_outside_vocabulary(token_ids: Sequence[int], vocab_size: int) -> int | None:
     """The index of the first token id that is not in [0, vocab_size); None: there is none."""
     async for start in _starts(len(token_ids), _TOKENS_PER_SLICE):
         part = token_ids[start : start + _TOKENS_PER_SLICE]

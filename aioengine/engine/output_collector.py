@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 from aioengine.errors import EngineDeadError
 from aioengine.outputs import CompletionHistory, CompletionOutput, FinishReason, RequestMetrics, RequestOutput, TokenLogprobs
@@ -104,7 +105,16 @@ class OutputCollector:
     def note_first_token(self, now: float) -> None:
         """A token was sampled, even if nothing of it may be shown yet."""
         if self._metrics.first_token_time is None:
-            self._metrics = RequestMetrics(self._metrics.queued_time, now)
+            self._metrics = replace(self._metrics, first_token_time=now)
+
+    def note_guesses(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
+        """A step checked guesses for one of the continuations."""
+        metrics = self._metrics
+        self._metrics = replace(
+            metrics,
+            num_draft_tokens=metrics.num_draft_tokens + num_draft_tokens,
+            num_accepted_tokens=metrics.num_accepted_tokens + num_accepted_tokens,
+        )
 
     def note_cached_tokens(self, num_cached_tokens: int) -> None:
         """How many tokens of the prompt came from the prefix cache."""
@@ -125,7 +135,7 @@ class OutputCollector:
         completion.finish_reason, completion.stop_reason, completion.error = finish_reason, stop_reason, error
         self._num_running -= 1
         if self._num_running == 0:
-            self._metrics = RequestMetrics(self._metrics.queued_time, self._metrics.first_token_time, now)
+            self._metrics = replace(self._metrics, finished_time=now)
         if self._num_running == 0 or self._output_kind is not RequestOutputKind.FINAL_ONLY:
             self._wake_up()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -10,11 +10,14 @@ from aioengine.engine.detokenizer import Detokenizer, TextTokenizer
 from aioengine.engine.engine_core import RequestEnd
 from aioengine.engine.input_processor import ProcessedInput
 from aioengine.engine.output_collector import OutputCollector
+from aioengine.engine.token_text import TokenTexts
+from aioengine.errors import InvalidRequestError
 from aioengine.outputs import EngineCoreOutput, FinishReason, TokenLogprobs
+from aioengine.printable import get_logger
 from aioengine.request import RequestStatus
 from aioengine.sampling_params import RequestOutputKind
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class _Stream:
@@ -76,6 +79,7 @@ class OutputProcessor:
         self, tokenizer: TextTokenizer | None, *, clock: Callable[[], float] = time.perf_counter, publish_text: bool = False
     ) -> None:
         self._tokenizer = tokenizer
+        self._token_texts: TokenTexts | None = None  # from the first request on that wants logprobs
         self._clock = clock
         self._publish_text = publish_text
         self._new_text: dict[str, str] = {}  # for observers, of the step at hand
@@ -93,9 +97,14 @@ class OutputProcessor:
         final_only: bool,
         sibling_ids: Sequence[str] = (),
     ) -> OutputCollector:
-        """Open the way out of a request that is about to be scheduled. sibling_ids: of its second and further continuations."""
+        """Open the way out of a request that is about to be scheduled. sibling_ids: of its second and further continuations.
+
+        Raises InvalidRequestError if the tokenizer cannot decode the prompt; nothing of the request is kept then.
+        """
         params = processed.sampling_params
         scheduled_ids = (scheduled_id, *sibling_ids)
+        # First, because it may fail: it decodes the end of the prompt.
+        detokenizers = [self._make_detokenizer(processed) for _ in scheduled_ids]
         collector = OutputCollector(
             user_id,
             processed.prompt_token_ids,
@@ -108,11 +117,18 @@ class OutputProcessor:
         )
         stream = self._streams[user_id] = _Stream(user_id, collector, prompt=processed.prompt, scheduled_ids=scheduled_ids)
         for index, live_id in enumerate(scheduled_ids):
-            detokenizer = None
-            if self._tokenizer is not None and params.detokenize:
-                detokenizer = Detokenizer(self._tokenizer, prompt_token_ids=processed.prompt_token_ids, sampling_params=params)
-            self._live[live_id] = _LiveRequest(stream, index, detokenizer=detokenizer, keep_text=self._publish_text)
+            self._live[live_id] = _LiveRequest(stream, index, detokenizer=detokenizers[index], keep_text=self._publish_text)
         return collector
+
+    def _make_detokenizer(self, processed: ProcessedInput) -> Detokenizer | None:
+        params = processed.sampling_params
+        if self._tokenizer is None or not params.detokenize:
+            return None
+        try:
+            return Detokenizer(self._tokenizer, prompt_token_ids=processed.prompt_token_ids, sampling_params=params)
+        except BaseException as exc:
+            _raise_what_is_not_the_requests(exc)
+            raise InvalidRequestError(f"the tokenizer cannot decode the end of the prompt: {type(exc).__name__}: {exc}") from exc
 
     def discard(self, user_id: str) -> None:
         """Forget a request that the scheduler refused."""
@@ -157,17 +173,24 @@ class OutputProcessor:
 
     def _close(self, live: _LiveRequest, finish_reason: FinishReason, *, now: float, error: str | None = None) -> None:
         """End a continuation from outside, with everything that was kept back."""
-        piece = ""
-        if live.detokenizer is not None:
-            try:
-                live.detokenizer.finish()
-            except Exception as exc:  # a tokenizer that fails here must not keep a request from ending
-                logger.warning("the last characters of request %r could not be decoded: %s", live.stream.user_id, exc)
-            piece, _ = live.detokenizer.take()
-        token_ids, logprobs = live.release([], None, None)
-        if piece or token_ids:
-            live.collector.push(live.index, piece, token_ids, logprobs=logprobs)
+        try:
+            self._show_rest(live)
+        except BaseException as exc:  # a tokenizer that fails here must not keep a request from ending
+            _raise_what_is_not_the_requests(exc)
+            logger.warning("the last characters of request %r could not be decoded: %s", live.stream.user_id, exc)
         live.collector.finish(live.index, finish_reason, now=now, stop_reason=error, error=error)
+
+    def _show_rest(self, live: _LiveRequest) -> None:
+        piece = ""
+        try:
+            if live.detokenizer is not None:
+                live.detokenizer.finish()
+        finally:  # what was decoded before is shown in any case, and the tokens are
+            if live.detokenizer is not None:
+                piece, _ = live.detokenizer.take()
+            token_ids, logprobs = live.release([], None, None)
+            if piece or token_ids:
+                live.collector.push(live.index, piece, token_ids, logprobs=logprobs)
 
     # ------------------------------------------------------------------ what observers may read (a TextSource)
     def take_new_text(self) -> dict[str, str]:
@@ -182,7 +205,7 @@ class OutputProcessor:
     def process_outputs(self, outputs: list[EngineCoreOutput]) -> list[RequestEnd]:
         """Take in a step; returns the requests that end because of their text, or of a sibling's error.
 
-        What goes wrong with one request's output (a tokenizer that fails) ends that request alone, with "error".
+        What goes wrong with one request's output (a tokenizer that fails, or panics) ends that request alone, with "error".
         """
         now = self._clock()
         ends: list[RequestEnd] = []
@@ -193,7 +216,8 @@ class OutputProcessor:
             error = output.error
             try:
                 end = self._process(live, output, now)
-            except Exception as exc:
+            except BaseException as exc:
+                _raise_what_is_not_the_requests(exc)
                 logger.exception("the output of request %r could not be processed", live.stream.user_id)
                 error = f"{type(exc).__name__}: {exc}"
                 end = RequestEnd(output.request_id, RequestStatus.FINISHED_ERROR, error)
@@ -217,8 +241,12 @@ class OutputProcessor:
 
     def _process(self, live: _LiveRequest, output: EngineCoreOutput, now: float) -> RequestEnd | None:
         token_ids, logprobs = output.new_token_ids, output.logprobs
+        if logprobs is not None and live.detokenizer is not None:
+            self._texts().fill_in(logprobs)
         if not live.has_token:
             self._note_start(live, output, now)
+        if output.num_draft_tokens:
+            live.collector.note_guesses(output.num_draft_tokens, output.num_accepted_tokens)
         piece, stop_string = "", None
         if live.detokenizer is not None:
             stop_string, num_tokens = _detokenize(live.detokenizer, token_ids, output.finish_reason)
@@ -242,6 +270,12 @@ class OutputProcessor:
             live.collector.finish(live.index, output.finish_reason, now=now, stop_reason=stop_reason, error=output.error)
         return None
 
+    def _texts(self) -> TokenTexts:
+        if self._token_texts is None:
+            assert self._tokenizer is not None, "who has a detokenizer has a tokenizer"
+            self._token_texts = TokenTexts(self._tokenizer)
+        return self._token_texts
+
     def _note_start(self, live: _LiveRequest, output: EngineCoreOutput, now: float) -> None:
         """What comes with the prompt's chunks and with the first token."""
         if not live.has_output:
@@ -249,6 +283,8 @@ class OutputProcessor:
             if live.index == 0:  # its siblings find what it has computed
                 live.collector.note_cached_tokens(output.num_cached_tokens)
         if output.prompt_logprobs:
+            if live.detokenizer is not None:
+                self._texts().fill_in(output.prompt_logprobs)
             live.collector.push_prompt_logprobs(output.prompt_logprobs)
         if output.new_token_ids:
             live.has_token = True
@@ -263,3 +299,11 @@ def _detokenize(detokenizer: Detokenizer, token_ids: Sequence[int], finish_reaso
         if stop_string is not None:
             return stop_string, index + 1
     return detokenizer.finish() if finish_reason is not None else None, len(token_ids)
+
+
+def _raise_what_is_not_the_requests(exc: BaseException) -> None:
+    """Raise it if it is about the program and not about what was just done for a request. A panic of a library written in
+    Rust, as `tokenizers` is, reaches Python as a BaseException.
+    """
+    if isinstance(exc, (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)):
+        raise exc

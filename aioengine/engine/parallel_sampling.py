@@ -6,7 +6,6 @@ also within the same step. Without prefix cache each of them computes the prompt
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 
 from aioengine.sampling_params import SamplingParams
@@ -33,7 +32,7 @@ def child_params(params: SamplingParams) -> list[SamplingParams]:
     if params.n == 1:
         return [params]
     assert params.seed is not None, "the input processor draws the seed"
-    first = dataclasses.replace(params, n=1)
+    first = params.with_values(n=1)
     # The prompt's logprobs are the same for all of them, and keep a request from using the prefix cache.
-    rest = dataclasses.replace(first, prompt_logprobs=None)
-    return [first, *(dataclasses.replace(rest, seed=child_seed(params.seed, index)) for index in range(1, params.n))]
+    rest = first.with_values(prompt_logprobs=None)
+    return [first, *(rest.with_values(seed=child_seed(params.seed, index)) for index in range(1, params.n))]

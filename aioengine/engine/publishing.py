@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from aioengine.events.bus import StepBus
 from aioengine.events.protocol import EngineControl
 from aioengine.events.recorder import StepRecorder
+from aioengine.events.recording_file import RecordingFile
 from aioengine.events.server import EventServer
 from aioengine.events.step_event import EngineSnapshot
 from aioengine.events.wire import WireHeader
@@ -22,7 +23,7 @@ class PublishOptions:
 
     record: str | Path | None = None  # a file
     events: str | Path | None = None  # a socket's path, or tcp:HOST:PORT
-    events_token: str | None = None
+    events_token: str | None = field(default=None, repr=False)  # a secret
     allow_events_control: bool = False
     publish_text: bool = False
 
@@ -34,20 +35,24 @@ class Publisher:
         self.options = options
         self._bus = bus
         self._server: EventServer | None = None
+        self._recording: RecordingFile | None = None  # until a recorder has taken it over
         self._recorder: StepRecorder | None = None
         self.header: WireHeader | None = None
 
     def bind(self) -> None:
-        """Take the socket's address, early. Raises ConfigError."""
+        """Take the recording's file and the socket's address, early. Raises ConfigError."""
         options = self.options
+        if options.record is not None:
+            self._recording = RecordingFile(options.record)
         if options.events is not None:
             self._server = EventServer(options.events, token=options.events_token, include_text=options.publish_text)
 
     def record(self, model: str, config: Any) -> None:
         """Fix the header and start the recording, if one is wanted. Raises ConfigError."""
         self.header = WireHeader.create(model, config, include_prompts=self.options.publish_text)
-        if self.options.record is not None:
-            self._recorder = StepRecorder(self.options.record, self.header)
+        if self._recording is not None:
+            self._recorder = StepRecorder(self._recording, self.header)
+            self._recording = None
             self._bus.add_observer(self._recorder)
 
     async def serve(self, *, snapshot: Callable[[], EngineSnapshot], control: EngineControl) -> None:
@@ -61,5 +66,7 @@ class Publisher:
         """End the connections and the recording. Idempotent."""
         if self._server is not None:
             await self._server.close()
+        if self._recording is not None:
+            self._recording.close()
         if self._recorder is not None:
             await asyncio.to_thread(self._recorder.close)

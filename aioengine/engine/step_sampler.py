@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from concurrent.futures import Future
 
 from aioengine.core.scheduler import Scheduler
 from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.executor.base import Executor, GrammarOutput, hand_on
-from aioengine.outputs import EngineCoreOutput, ModelRunnerOutput
+from aioengine.outputs import ModelRunnerOutput
 from aioengine.structured_output.manager import StructuredOutputManager
 from aioengine.structured_output.matcher import GrammarError
 
@@ -48,36 +47,45 @@ class StepSampler:
         self._waiting = output, future
         return future
 
-    def take_in(self, outputs: Iterable[EngineCoreOutput]) -> None:
-        """The scheduler has taken in a step, and these are its tokens. What waited for them is submitted."""
-        if self._structured_output is None:
-            return
-        if len(self._structured_output):
-            for output in outputs:
-                self._structured_output.accept(output.request_id, output.new_token_ids)
+    def take_in(self) -> None:
+        """The scheduler has taken in a step. What waited for its tokens is submitted."""
         if self._waiting is not None and self._knows_tokens_before(self._waiting[0]):
             (scheduler_output, future), self._waiting = self._waiting, None
             sampled = self._executor.sample_tokens(self._compute_masks(scheduler_output))
             sampled.add_done_callback(lambda done: hand_on(done, future, deliver=future.set_result))
 
-    def with_failures(self, output: SchedulerOutput, result: ModelRunnerOutput) -> ModelRunnerOutput:
-        """The result of a step, and in it the requests whose masks could not be computed."""
-        failures = self._failures.pop(output.step_id, None)
-        if failures is None:
+    def check(self, output: SchedulerOutput, result: ModelRunnerOutput) -> ModelRunnerOutput:
+        """The result of a step, and in it the requests that fail: their mask could not be computed, or does not fit the token.
+
+        The tokens of the others are taken in by their grammars. To be called once for each step, before the scheduler sees it.
+        """
+        if self._structured_output is None or not output.structured_output_request_ids:
             return result
-        return dataclasses.replace(result, failed_req_ids={**result.failed_req_ids, **failures})
+        failures = self._failures.pop(output.step_id, {})
+        for req_id in self._with_grammar(output):
+            if req_id not in failures and req_id not in result.failed_req_ids:
+                token_ids = result.sampled_token_ids[result.req_id_to_index[req_id]]
+                if (cause := self._structured_output.accept(req_id, token_ids)) is not None:
+                    failures[req_id] = f"the structured output cannot go on: {cause}"
+        return dataclasses.replace(result, failed_req_ids={**result.failed_req_ids, **failures}) if failures else result
+
+    def _with_grammar(self, output: SchedulerOutput) -> list[str]:
+        """The requests of a step that need a mask, in the step's order; not those that have ended meanwhile."""
+        wanted, live = output.structured_output_request_ids, self._structured_output
+        return [req_id for req_id in output.num_scheduled_tokens if live is not None and req_id in wanted and req_id in live]
 
     def _knows_tokens_before(self, output: SchedulerOutput) -> bool:
         """No older step still samples for a request that needs a mask in this one, which itself counts as one placeholder."""
-        requests = (self._scheduler.requests.get(req_id) for req_id in output.structured_output_request_ids)
-        return all(request is None or request.num_output_placeholders <= 1 for request in requests)
+        requests = self._scheduler.requests
+        return all(
+            (request := requests.get(req_id)) is None or request.num_output_placeholders <= 1
+            for req_id in output.structured_output_request_ids
+        )
 
     def _compute_masks(self, output: SchedulerOutput) -> GrammarOutput:
         assert self._structured_output is not None
         bitmasks: dict[str, bytes] = {}
-        for req_id in output.structured_output_request_ids:
-            if req_id not in self._structured_output:
-                continue  # it has ended meanwhile: its token will be dropped
+        for req_id in self._with_grammar(output):
             try:
                 bitmasks[req_id] = self._structured_output.bitmask(req_id)
             except GrammarError as exc:

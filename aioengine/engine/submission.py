@@ -10,7 +10,7 @@ from aioengine.engine.input_processor import ProcessedInput
 from aioengine.engine.output_collector import OutputCollector
 from aioengine.engine.output_processor import OutputProcessor
 from aioengine.engine.parallel_sampling import child_id, child_params
-from aioengine.errors import InvalidRequestError
+from aioengine.errors import AioEngineError, InvalidRequestError
 from aioengine.request import Request, RequestStatus
 
 
@@ -63,22 +63,25 @@ class Submitter:
             )
             for index, scheduled_id in enumerate(self._new_scheduled_ids(user_id, len(params)))
         ]
-        collector = self._output.add_request(
-            requests[0].request_id,
-            user_id,
-            processed,
-            now=arrival_time,
-            final_only=final_only,
-            sibling_ids=[request.request_id for request in requests[1:]],
-        )
         try:
+            collector = self._output.add_request(
+                requests[0].request_id,
+                user_id,
+                processed,
+                now=arrival_time,
+                final_only=final_only,
+                sibling_ids=[request.request_id for request in requests[1:]],
+            )
             for request in requests:
                 self._core.add_request(request, prompt=processed.prompt if self._publish_text else None, grammar=processed.grammar)
-        except BaseException:
+        except BaseException as exc:
             # Nothing was awaited, so those that were added have not been scheduled yet.
-            self._core.finish_requests(self._output.scheduled_ids(user_id), RequestStatus.FINISHED_ABORTED)
+            self._core.finish_requests([request.request_id for request in requests], RequestStatus.FINISHED_ABORTED)
             self._output.discard(user_id)
-            raise
+            if isinstance(exc, AioEngineError) or not isinstance(exc, Exception):
+                raise
+            # A tokenizer that cannot decode the end of the prompt, or a grammar that cannot start: it is this request's.
+            raise InvalidRequestError(f"the request cannot be started: {type(exc).__name__}: {exc}") from exc
         return collector
 
     def _new_scheduled_ids(self, user_id: str, num_ids: int) -> Sequence[str]:

@@ -38,12 +38,18 @@ def parse_address(text: str | Path) -> Address:
     """ "/run/e.sock", "unix:/run/e.sock", "tcp:127.0.0.1:7000", "tcp:[::1]:7000". Raises ConfigError."""
     if isinstance(text, str) and text.startswith("tcp:"):
         host, _, port = text.removeprefix("tcp:").rpartition(":")
-        if not host or not port.isdigit() or int(port) > 65535:
+        if not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
             raise ConfigError(f"{text!r} is not tcp:HOST:PORT")
         return TcpAddress(host.strip("[]"), int(port))
-    path = Path(text.removeprefix("unix:") if isinstance(text, str) else text)
-    if len(os.fsencode(path)) > _MAX_UNIX_PATH:
-        raise ConfigError(f"the socket path {path} has {len(os.fsencode(path))} bytes, at most {_MAX_UNIX_PATH} are possible")
+    try:
+        path = Path(text.removeprefix("unix:") if isinstance(text, str) else text)
+        name = os.fsencode(path)
+    except (TypeError, ValueError) as exc:  # no path at all; half of a surrogate pair in it
+        raise ConfigError(f"{text!r} is neither a socket's path nor tcp:HOST:PORT: {exc}") from exc
+    if b"\0" in name:
+        raise ConfigError(f"the socket path {text!r} has a NUL in it")
+    if len(name) > _MAX_UNIX_PATH:
+        raise ConfigError(f"the socket path {path} has {len(name)} bytes, at most {_MAX_UNIX_PATH} are possible")
     return UnixAddress(path)
 
 

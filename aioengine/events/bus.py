@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,8 +10,9 @@ from types import TracebackType
 from typing import Self
 
 from aioengine.events.step_event import Event
+from aioengine.printable import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 DEFAULT_MAXLEN = 1024
 """Events that a subscription holds for a slow reader: several seconds of steps on any device."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import logging
 import time
 from typing import Any
 
@@ -23,11 +22,12 @@ from aioengine.events.protocol import (
     decode_server_line,
     encode_line,
 )
-from aioengine.events.step_event import EngineSnapshot, StepEvent, StepResultEvent
+from aioengine.events.step_event import SCHEMA_VERSION, EngineSnapshot, StepEvent, StepResultEvent
 from aioengine.events.stream import Gap, ItemStream, SourceStatus, StreamItem
 from aioengine.events.wire import WireError, WireHeader
+from aioengine.printable import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _MAX_LINE_BYTES = 64 << 20  # a snapshot of very many blocks is the longest
 _FIRST_RETRY_S = 0.2
@@ -85,7 +85,8 @@ class SocketSource(ItemStream):
                 continue
             try:
                 line = await self._reader.readuntil(b"\n")
-                item = self._take(decode_server_line(line))
+                version = SCHEMA_VERSION if self._header is None else self._header.schema_version
+                item = self._take(decode_server_line(line, schema_version=version))
             except (OSError, EOFError, WireError, asyncio.LimitOverrunError, TypeError) as exc:
                 self._lose(exc)
                 continue
@@ -191,6 +192,10 @@ class RemoteControl:
         return bool(await self._call("abort", request_id=request_id))
 
     async def submit(self, prompt: str, *, max_tokens: int = 64, temperature: float = 0.0) -> str:
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as exc:  # it would arrive as another text
+            raise ControlError(f"submit: the prompt is not valid Unicode: {prompt[exc.start]!r} at position {exc.start}") from None
         return str(await self._call("submit", prompt=prompt, max_tokens=max_tokens, temperature=temperature))
 
     async def _call(self, action: Action, **arguments: Any) -> Any:

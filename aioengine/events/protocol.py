@@ -14,9 +14,9 @@ from typing import Any, Literal, Protocol
 import orjson
 
 from aioengine.errors import AioEngineError
-from aioengine.events.step_event import Event
+from aioengine.events.step_event import SCHEMA_VERSION, Event
 from aioengine.events.stream import Gap
-from aioengine.events.wire import WireError, WireHeader, decode, decode_header
+from aioengine.events.wire import WireError, WireHeader, decode, decode_header, dumps_anyhow
 
 Action = Literal["pause", "resume", "step", "abort", "submit"]
 ACTIONS: tuple[Action, ...] = ("pause", "resume", "step", "abort", "submit")
@@ -91,17 +91,17 @@ _TAGS: dict[type[Any], str] = {Gap: "gap", Welcome: "welcome", Reply: "reply", H
 
 
 def encode_line(message: Gap | Welcome | Reply | Hello | Command) -> bytes:
-    """One line, newline included."""
+    """One line, newline included. What JSON has no form for is written in the nearest one."""
     fields = {f.name: getattr(message, f.name) for f in dataclasses.fields(message)}
-    return orjson.dumps({"type": _TAGS[type(message)], **fields}, option=orjson.OPT_APPEND_NEWLINE)
+    return dumps_anyhow({"type": _TAGS[type(message)], **fields}) + b"\n"
 
 
-def decode_server_line(line: bytes) -> ServerLine:
-    """A line that an engine sent. Raises WireError."""
+def decode_server_line(line: bytes, *, schema_version: int = SCHEMA_VERSION) -> ServerLine:
+    """A line that an engine sent, whose header had that version. Raises WireError."""
     for tag, read in ((b'{"type":"gap"', Gap), (b'{"type":"welcome"', Welcome), (b'{"type":"reply"', Reply)):
         if line.startswith(tag):
             return read(**_fields(line, read))
-    return decode_header(line) if line.startswith(b'{"type":"header"') else decode(line)
+    return decode_header(line) if line.startswith(b'{"type":"header"') else decode(line, schema_version=schema_version)
 
 
 def decode_client_line(line: bytes) -> ClientLine:

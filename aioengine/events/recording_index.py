@@ -23,10 +23,14 @@ STRIDE = 64
 _NUM_SLOWEST = 16
 _NUM_OPEN_STEPS = 64
 # The lines begin like this because the fields are written in the order of the dataclasses. Quotes inside a JSON string are
-# escaped, so none of the patterns can match within a request's name or text.
+# escaped, so none of the patterns can match within a text. A request's name or a JSON schema's property can be a key, though,
+# and then look like one of these fields: such keys come before them, so the last match counts.
 _HEAD = re.compile(rb'\{"type":"(step|result|snapshot)","step_id":(\d+),"time":([-+.\deE]+),')
-_SCHEDULE_START = re.compile(rb',"schedule_start":([-+.\deE]+),')
-_UPDATE_END = re.compile(rb',"update_end":([-+.\deE]+),')
+_SCHEDULE_START = re.compile(rb'.*,"schedule_start":([-+.\deE]+),')
+_UPDATE_END = re.compile(rb'.*,"update_end":([-+.\deE]+),')
+_PREEMPTED = b',"preempted_req_ids":['
+_FINISHED = b',"finished":['
+_ABORTED = b',"finish_reason":"abort","num_output_tokens":'
 
 
 class RecordingIndex:
@@ -100,7 +104,7 @@ class RecordingIndex:
                 self._add_result(line, step_id)
             else:
                 self._snapshots.append(position)
-            if b'"finish_reason":"abort"' in line:
+            if _ABORTED in line and line.find(_ABORTED, line.rfind(_FINISHED)) >= 0:
                 self._aborts.append(position + 1)
         if position % STRIDE == 0:
             self._offsets.append(offset)
@@ -109,16 +113,17 @@ class RecordingIndex:
 
     def _add_step(self, line: bytes, step_id: int, position: int) -> None:
         self._latest_step_id = step_id
-        if b',"preempted_req_ids":[],' not in line:
+        place = line.rfind(_PREEMPTED)
+        if place >= 0 and not line.startswith(b"]", place + len(_PREEMPTED)):
             self._preemptions.append(position)
-        start = _SCHEDULE_START.search(line)
+        start = _SCHEDULE_START.match(line)
         if start is not None:
             self._open_steps[step_id] = (float(start[1]), position)
             if len(self._open_steps) > _NUM_OPEN_STEPS:
                 del self._open_steps[next(iter(self._open_steps))]
 
     def _add_result(self, line: bytes, step_id: int) -> None:
-        started, end = self._open_steps.pop(step_id, None), _UPDATE_END.search(line)
+        started, end = self._open_steps.pop(step_id, None), _UPDATE_END.match(line)
         if started is None or end is None:
             return
         entry = (float(end[1]) - started[0], started[1])

@@ -43,7 +43,7 @@ def read_recording(path: str | Path) -> Recording:
     try:
         header = decode_header(first)
         for number, line in lines:  # noqa: B007 - the number is for the message below
-            events.append(decode(line))
+            events.append(decode(line, schema_version=header.schema_version))
     except WireError as exc:
         raise WireError(f"{path}, line {number}: {exc}") from exc
     return Recording(header, events)
@@ -101,7 +101,7 @@ class Player(Generic[S]):
         if not line:
             return None
         try:
-            event = decode(line)
+            event = decode(line, schema_version=self.index.header.schema_version)
         except WireError as exc:
             raise WireError(f"{self.index.path}, line {self.position + 2}: {exc}") from exc
         self._next_line = b""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import logging
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -27,8 +26,9 @@ from aioengine.events.protocol import (
 from aioengine.events.step_event import EngineSnapshot, Event
 from aioengine.events.stream import Gap
 from aioengine.events.wire import WireError, WireHeader, encode, encode_header
+from aioengine.printable import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 MAX_VIEWERS = 16
 _MAX_BUFFERED_BYTES = 4 << 20  # a viewer; some seconds of events of 256 requests
@@ -54,7 +54,10 @@ class EventServer:
         self.address = parse_address(address)
         if isinstance(self.address, TcpAddress) and not token:
             raise ConfigError(f"publishing at {self.address} needs a token: whoever reaches the port could read along")
-        self._token = token
+        try:
+            self._token = None if token is None else token.encode()
+        except UnicodeEncodeError as exc:
+            raise ConfigError(f"the token for {self.address} is not valid Unicode at position {exc.start}") from None
         self._include_text = include_text
         self._socket = bind(self.address)
         if isinstance(self.address, TcpAddress):  # port 0 means: any free one
@@ -68,6 +71,7 @@ class EventServer:
         self._viewers: set[_Viewer] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
+        self._has_failed = False
 
     @property
     def num_viewers(self) -> int:
@@ -111,18 +115,38 @@ class EventServer:
 
     # ------------------------------------------------------------------ events out
     def _on_event(self, event: Event) -> None:
-        """Called by the bus. Observes only while somebody is connected."""
-        line = encode(event, include_prompts=self._include_text)
+        """Called by the bus. Observes only while somebody is connected. Never raises: viewers get a snapshot instead."""
+        try:
+            line = encode(event, include_prompts=self._include_text)
+        except Exception:
+            self._log_failure("an event could not be encoded")
+            for viewer in self._viewers:
+                viewer.lose(1)
+            return
         for viewer in self._viewers:
             viewer.push(line)
 
-    def snapshot_line(self) -> bytes:
+    def snapshot_line(self) -> bytes | None:
+        """The full state now; None if it cannot be had, which may pass."""
         assert self._snapshot is not None
-        return encode(self._snapshot(), include_prompts=self._include_text)
+        try:
+            return encode(self._snapshot(), include_prompts=self._include_text)
+        except Exception:
+            self._log_failure("a snapshot could not be made")
+            return None
+
+    def _log_failure(self, what: str) -> None:
+        """Once: what is wrong with one event may be wrong with every further one."""
+        if not self._has_failed:
+            self._has_failed = True
+            logger.exception("%s for the viewers of %s; they get a snapshot as soon as there is one", what, self.address)
 
     def _add_viewer(self, viewer: _Viewer) -> None:
         # Nothing is awaited in between: the snapshot is the state right before the first event that follows it.
-        viewer.push(self._header_line + encode_line(Welcome(control=self._control is not None)) + self.snapshot_line())
+        snapshot = self.snapshot_line()
+        viewer.push(self._header_line + encode_line(Welcome(control=self._control is not None)) + (snapshot or b""))
+        if snapshot is None:
+            viewer.lose(1)
         if not self._viewers:
             assert self._bus is not None
             self._bus.add_observer(self._on_event)
@@ -177,7 +201,7 @@ class EventServer:
         assert self._token is not None
         async with asyncio.timeout(_HELLO_TIMEOUT_S):
             message = decode_client_line(await reader.readuntil(b"\n"))
-        return isinstance(message, Hello) and hmac.compare_digest((message.token or "").encode(), self._token.encode())
+        return isinstance(message, Hello) and hmac.compare_digest((message.token or "").encode(), self._token)
 
     # ------------------------------------------------------------------ commands in
     async def _read(self, reader: asyncio.StreamReader, viewer: _Viewer) -> None:
@@ -193,7 +217,7 @@ class EventServer:
             return Reply(command.id, error="this engine takes no commands: it was not started with allow_events_control=True")
         try:
             return Reply(command.id, result=await run_command(self._control, command))
-        except (AioEngineError, TypeError, ValueError) as exc:
+        except (AioEngineError, TypeError, ValueError, ArithmeticError) as exc:
             return Reply(command.id, error=str(exc) or type(exc).__name__)
 
 
@@ -234,10 +258,10 @@ class _Viewer:
 
     def push(self, line: bytes) -> None:
         if self._num_lost:
-            self._lose(1)  # a snapshot will tell what this one would have
+            self.lose(1)  # a snapshot will tell what this one would have
             return
         if self._lines and self._num_bytes + len(line) > _MAX_BUFFERED_BYTES:
-            self._lose(len(self._lines) + 1)
+            self.lose(len(self._lines) + 1)
             self._lines.clear()
             self._num_bytes = 0
             return
@@ -250,7 +274,8 @@ class _Viewer:
         self._replies.append(line)
         self._ready.set()
 
-    def _lose(self, count: int) -> None:
+    def lose(self, count: int) -> None:
+        """Events will not be sent: a snapshot is, as soon as the viewer reads."""
         self._num_lost += count
         self.num_dropped += count
         self._ready.set()
@@ -262,9 +287,11 @@ class _Viewer:
             await self._ready.wait()
             pause = _WRITE_INTERVAL_S
             if self._num_lost:
-                gap = Gap(self._num_lost)
-                self._num_lost = 0
-                self.push(encode_line(gap) + self._server.snapshot_line())
+                snapshot = self._server.snapshot_line()
+                if snapshot is not None:
+                    gap = Gap(self._num_lost)
+                    self._num_lost = 0
+                    self.push(encode_line(gap) + snapshot)
                 pause = _GAP_INTERVAL_S
             if writer.is_closing():  # uvloop does not let a closed transport be written to
                 raise ConnectionResetError("the viewer is gone")

@@ -12,7 +12,8 @@ from aioengine.core.scheduler_output import AdmissionStop, BlockChanges, Schedul
 from aioengine.outputs import FinishReason
 from aioengine.sampling_params import SamplingParams
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""1: until 0.1. 2: `approximate`; older lines lack fields that have a default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class StepEvent:
     schedule_end: float
     added: list[RequestInfo] = field(default_factory=list)  # arrived since the previous event
     finished: list[FinishedInfo] = field(default_factory=list)  # ended since the previous event: aborts, mostly
+    approximate: bool = False  # read back from a line: values that JSON has no form for were written in the nearest one
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ class StepResultEvent:
     new_text: dict[str, str] = field(default_factory=dict)  # req_id -> text; only where the user asked for text to be published
     num_draft_tokens: int = 0  # guesses that this step checked
     num_accepted_tokens: int = 0  # those that were right
+    approximate: bool = False  # as in a StepEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +116,7 @@ class EngineSnapshot:
     lingering: dict[str, int] = field(default_factory=dict)
     num_in_flight: int = 0  # steps
     paused: bool = False  # nothing is scheduled until the engine is resumed
+    approximate: bool = False  # as in a StepEvent
 
 
 Event = StepEvent | StepResultEvent | EngineSnapshot

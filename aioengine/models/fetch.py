@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import http.client
-import logging
 import os
 import ssl
 import sys
@@ -19,8 +18,9 @@ from typing import BinaryIO, NoReturn
 from tqdm import tqdm
 
 from aioengine.errors import ModelError
+from aioengine.printable import get_logger, printable
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 _CHUNK = 1 << 20
 _TIMEOUT_S = 60.0
 _ATTEMPTS = 4
@@ -34,7 +34,9 @@ class DownloadError(ModelError):
 def progress_bar(total: int | None, *, initial: int = 0, label: str, enabled: bool) -> tqdm[NoReturn]:
     """A bar in bytes on stderr; silent unless asked for and stderr is a terminal."""
     silent = not (enabled and sys.stderr.isatty())
-    return tqdm(total=total, initial=initial, desc=label, unit="B", unit_scale=True, unit_divisor=1024, disable=silent, leave=False)
+    return tqdm(
+        total=total, initial=initial, desc=printable(label), unit="B", unit_scale=True, unit_divisor=1024, disable=silent, leave=False
+    )
 
 
 def file_sha256(path: Path) -> str:

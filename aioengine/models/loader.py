@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterator
 from typing import Literal
 
@@ -23,8 +22,9 @@ from aioengine.models.native_decoder import build_native, why_not_native
 from aioengine.models.registry import find_model_class
 from aioengine.models.safetensors import open_safetensors
 from aioengine.models.weights import check_sizes
+from aioengine.printable import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def load_model(

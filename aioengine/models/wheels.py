@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -22,8 +21,9 @@ from pathlib import Path
 
 from aioengine.errors import ModelError
 from aioengine.models.fetch import DownloadError, download, file_sha256, progress_bar, replacing
+from aioengine.printable import get_logger
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 _PIP_TIMEOUT_S = 120
 _CHUNK = 1 << 20
 

@@ -8,14 +8,19 @@ from typing import Any
 
 from aioengine.errors import InvalidRequestError
 from aioengine.sampling_params import StructuredOutputsParams
+from aioengine.structured_output.schema_limits import check_numbers, json_escapes, with_sound_patterns
 
 MAX_GRAMMAR_CHARS = 1 << 20
 """Of a schema, regular expression or grammar; of all choices together."""
 
 # llguidance follows rules and references by recursion, and a stack that overflows ends the process. On the stack of
-# `manager.COMPILE_STACK_BYTES` it takes ten times as many of either.
+# `compile_thread.STACK_BYTES` it takes ten times as many of either.
 MAX_RULES = 2000
 MAX_SCHEMA_DEPTH = 8000
+
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,16}"
+"""Between the tokens of JSON, unless the schema's "x-guidance" says otherwise. Without a bound a small model writes newlines
+until max_tokens: nothing makes it go on."""
 
 _RULE = re.compile(r"^[ \t]*[?!]?[A-Za-z_]\w*[^:\n\"/]*:", re.MULTILINE)
 
@@ -40,7 +45,8 @@ def grammar_text(params: StructuredOutputsParams) -> str:
         # Lark's strings are JSON's, except for control characters, so these are escaped too.
         alternatives = " | ".join(json.dumps(text).replace("\x7f", "\\u007f") for text in params.choice)
         _check_size("choice", alternatives)
-        return LLMatcher.grammar_from_lark(f"start: {alternatives}")
+        # One terminal: the lexer takes 20,000 texts, where 2,000 alternatives of a rule are too many for the parser.
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {alternatives}")
     if params.grammar is not None:
         _check_size("grammar", params.grammar)
         _check_rules(params.grammar)
@@ -51,11 +57,20 @@ def grammar_text(params: StructuredOutputsParams) -> str:
 def _json_grammar(params: StructuredOutputsParams) -> str:
     from llguidance import LLMatcher
 
-    schema = {"type": "object"} if params.json is None else _read_schema(params.json)
+    schema: Any = {"type": "object"} if params.json is None else _read_schema(params.json)
     # "lenient" would ignore keywords that are not implemented; a schema may ask for it in "x-guidance", hence an override.
+    overrides: Any = {"lenient": False}
+    own = schema.get("x-guidance") if isinstance(schema, dict) else None
     if params.disable_any_whitespace:
-        return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"lenient": False, "whitespace_flexible": False})
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"lenient": False})
+        overrides["whitespace_flexible"], overrides["whitespace_pattern"] = False, None
+    elif not isinstance(own, dict) or not {"whitespace_pattern", "whitespace_flexible"} & own.keys():
+        overrides["whitespace_pattern"] = WHITESPACE
+    if not isinstance(own, dict) or "json_allowed_escapes" not in own:
+        overrides["json_allowed_escapes"] = json_escapes(schema)
+    try:
+        return LLMatcher.grammar_from_json_schema(json.dumps(with_sound_patterns(schema)), overrides=overrides)
+    except (ValueError, RecursionError) as exc:  # half of a surrogate pair, for example
+        raise InvalidRequestError(f"structured_outputs.json is not valid JSON: {exc}") from exc
 
 
 def _read_schema(given: Any) -> Any:
@@ -71,6 +86,7 @@ def _read_schema(given: Any) -> Any:
     if not isinstance(schema, (dict, bool)):
         raise InvalidRequestError(f"structured_outputs.json must be a JSON object, which a schema is, got {text[:40]!r}")
     _check_depth(schema)
+    check_numbers(schema)
     return schema
 
 

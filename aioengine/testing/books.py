@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from aioengine.core.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from aioengine.outputs import Logprob, TokenLogprobs
 from aioengine.sampling_params import SamplingParams
+from aioengine.worker.sample.row import check_edit_widths, check_token_ids, params_row
 
 
 class ContractError(AssertionError):
@@ -42,6 +43,7 @@ class WorkerBooks:
 
     def __init__(self, *, num_blocks: int, block_size: int, max_num_seqs: int | None) -> None:
         self.requests: dict[str, WorkerRequest] = {}
+        self.failed: dict[str, str] = {}  # requests that do not fit a worker's tables, and why
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
@@ -60,15 +62,16 @@ class WorkerBooks:
         """Take in who came, went and moved. Raises ContractError."""
         expect(output.step_id == self._last_step_id + 1, f"step {output.step_id} after step {self._last_step_id}")
         self._last_step_id = output.step_id
-        for req_id in output.finished_req_ids:
+        for req_id in sorted(output.finished_req_ids):
             self.requests.pop(req_id, None)
-        for req_id in output.preempted_req_ids:
+        for req_id in sorted(output.preempted_req_ids):
             request = self.requests.get(req_id)
             expect(request is not None and request.has_slot, f"{req_id!r} is preempted without a slot")
             assert request is not None
             request.has_slot, request.block_ids, request.num_computed_tokens = False, [], 0
         for block_id in output.new_block_ids_to_zero:
             self._kv_cache[block_id] = [None] * self.block_size
+        self.failed = {req_id: cause for req_id, cause in self.failed.items() if req_id in self.requests}
         for new in output.scheduled_new_reqs:
             self._add(new)
         cached = output.scheduled_cached_reqs
@@ -87,6 +90,12 @@ class WorkerBooks:
         for token_id in new.prompt_token_ids:
             request.append(token_id)
         self.requests[new.req_id] = request
+        try:
+            params_row(new.sampling_params)
+            check_edit_widths(new.sampling_params)
+            check_token_ids(new.prompt_token_ids)
+        except Exception as exc:  # as the worker: whatever it is, it is about this request
+            self.failed[new.req_id] = f"the request cannot be run: {type(exc).__name__}: {exc}"
 
     def _update(self, req_id: str, request: WorkerRequest, cached: CachedRequestData, index: int) -> None:
         new_block_ids, start = cached.new_block_ids[index], cached.num_computed_tokens[index]

@@ -50,6 +50,7 @@ class _Executed:
     execute_start: float
     execute_end: float
     prompt_logprobs: dict[str, list[TokenLogprobs]]
+    failed: dict[str, str]  # requests that do not fit the tables, and why
 
 
 class FakeExecutor:
@@ -58,7 +59,8 @@ class FakeExecutor:
     A request's next token is a pure function of its known tokens, so chunking, preemption, prefix caching, overlap and
     batch mates must not change what a request gets. The worker checks each output against its own books (ids, block
     tables, positions, counts) and keeps, in place of keys and values, a digest of the whole prefix in each slot of the
-    paged cache: a block that was freed too early or shared wrongly makes the step fail with a ContractError.
+    paged cache: a block that was freed too early or shared wrongly makes the step fail with a ContractError. Parameters that do
+    not fit the tables of a real worker end their request with an error, as they do there.
 
     num_blocks: KV blocks, the null block included, where the configuration does not say. max_num_seqs: worker slots.
     forward_s: each forward sleeps this long with the GIL released, as a device does.
@@ -188,7 +190,10 @@ class FakeExecutor:
         req_ids = list(output.num_scheduled_tokens)
         guesses = output.scheduled_spec_decode_tokens
         prompt_logprobs = self._books.take_prompt_logprobs(output, vocab_size=self.model_info.vocab_size)
-        self._executed.append(_Executed(output.step_id, req_ids, samples, guesses, execute_start, time.perf_counter(), prompt_logprobs))
+        failed = {req_id: cause for req_id, cause in self._books.failed.items() if req_id in output.num_scheduled_tokens}
+        self._executed.append(
+            _Executed(output.step_id, req_ids, samples, guesses, execute_start, time.perf_counter(), prompt_logprobs, failed)
+        )
 
     def _sample(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
         sample_start = time.perf_counter()
@@ -197,7 +202,7 @@ class FakeExecutor:
         self._meet_fault(step.step_id, "sample")
         sampled: list[list[int]] = []
         logprobs: dict[str, list[TokenLogprobs]] = {}
-        failed: dict[str, str] = {}
+        failed = dict(step.failed)
         bitmasks = grammar_output.bitmasks if grammar_output is not None else {}
         for req_id in step.req_ids:
             request = self._books.requests[req_id]
@@ -205,8 +210,8 @@ class FakeExecutor:
                 sampled.append([])
                 continue
             token_ids, cause = self._sample_request(req_id, request, step.guesses.get(req_id, ()), bitmasks.get(req_id))
-            if cause is not None:
-                failed[req_id] = cause
+            if cause is not None or req_id in failed:
+                failed.setdefault(req_id, cause or "")
                 sampled.append([])
                 continue
             sampled.append(token_ids)
@@ -219,7 +224,7 @@ class FakeExecutor:
             sampled,
             logprobs=logprobs,
             timing=timing,
-            prompt_logprobs=step.prompt_logprobs,
+            prompt_logprobs={req_id: entries for req_id, entries in step.prompt_logprobs.items() if req_id not in failed},
             failed_req_ids=failed,
         )
 
@@ -243,6 +248,7 @@ class FakeExecutor:
         params = request.sampling_params
         token_id = self._next_token(request.token_ids, request.num_prompt_tokens, params)
         if bitmask is not None:
+            expect(len(bitmask) * 8 >= self.model_info.vocab_size, f"a bitmask of {len(bitmask)} bytes is too short")
             return self._next_allowed(token_id, bitmask)
         if len(request.token_ids) - request.num_prompt_tokens < params.min_tokens:
             masked = self.model_info.eos_token_ids | set(params.stop_token_ids)

@@ -67,10 +67,12 @@ class _PendingRows:
     download: Download
     logprob_rows: list[int]
     num_logprobs: list[int]
+    failed: dict[int, str]  # by row: those that could not be sampled for, as the host knows
 
     def wait(self) -> SampledRows:
         token_ids, best, *rest = self.download.wait()
         failed = {row: NOTHING_ALLOWED if best[row] == -np.inf else NAN_LOGITS for row in (~np.isfinite(best)).nonzero()[0].tolist()}
+        failed |= self.failed
         tokens = [[token] for token in token_ids.tolist()]
         if not rest:
             return SampledRows(tokens, failed=failed)
@@ -97,6 +99,7 @@ class DevicePipeline(StepPipeline):
         self._block_table = block_table
         self._transfers = transfers
         self._vocab_size = vocab_size
+        self._eos_token_ids = torch.from_numpy(states.sampling.eos_token_ids).to(transfers.torch_device)  # [e] int64
         self._staging = Staging(transfers)
         self._bitmask_staging = Staging(transfers)  # of its own: a step's arrays are read until after its bitmasks are sent
 
@@ -260,24 +263,27 @@ class DevicePipeline(StepPipeline):
     def sample(self, logits: torch.Tensor, batch: InputBatch, *, bitmasks: Mapping[int, bytes]) -> _PendingRows:
         staged = batch.staged
         assert staged is not None
-        allowed = self._send_bitmasks(bitmasks) if bitmasks else None
+        num_bytes = -(-self._vocab_size // 8)
+        too_short = {row: len(bitmask) for row, bitmask in bitmasks.items() if len(bitmask) < num_bytes}
+        whole = {row: bitmask for row, bitmask in bitmasks.items() if row not in too_short}
+        allowed = self._send_bitmasks(whole) if whole else None
         samples = sample_on_device(
             logits,
             staged,
             last_sampled_tokens=self._tables.last_sampled_tokens,
             allowed=allowed,
+            eos_token_ids=self._eos_token_ids,
             logprobs_mode=self._logprobs_mode,
         )
         req_ids, slots, _ = sampled_rows(batch, self._states)
         self._states.count_sampled(req_ids, slots)
-        return _PendingRows(self._transfers.download(samples.tensors()), staged.logprob_rows_np.tolist(), staged.num_logprobs)
+        failed = {row: f"a bitmask of {size} bytes does not cover {self._vocab_size} tokens" for row, size in too_short.items()}
+        return _PendingRows(self._transfers.download(samples.tensors()), staged.logprob_rows_np.tolist(), staged.num_logprobs, failed)
 
     def _send_bitmasks(self, bitmasks: Mapping[int, bytes]) -> tuple[torch.Tensor, torch.Tensor]:
         num_bytes = -(-self._vocab_size // 8)
         bits = np.zeros((len(bitmasks), num_bytes), dtype=np.uint8)
         for place, bitmask in enumerate(bitmasks.values()):
-            if len(bitmask) < num_bytes:
-                raise ValueError(f"a bitmask of {len(bitmask)} bytes does not cover {self._vocab_size} tokens")
             bits[place] = np.frombuffer(bitmask, dtype=np.uint8, count=num_bytes)
         staged = self._bitmask_staging.stage([np.fromiter(bitmasks, dtype=np.int64, count=len(bitmasks)), bits])
         rows, bits_tensor = (tensor.clone() for tensor in staged.tensors)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from aioengine.attention.base import AttentionBackend
 from aioengine.config import ResolvedConfig
 from aioengine.core.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from aioengine.outputs import ModelRunnerOutput, WorkerTiming
+from aioengine.printable import get_logger
 from aioengine.worker.async_output import AsyncOutput, Pending
 from aioengine.worker.block_table import BlockTable
 from aioengine.worker.cuda_graphs import DecodeGraphs, graph_batch_sizes
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from aioengine.executor.base import GrammarOutput
     from aioengine.models.base import CausalLM
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,7 @@ class ExecuteModelState:
     prompt_hidden_states: torch.Tensor | None  # [r, hidden_size]: the rows at `prompt_rows.indices`
     execute_start: float
     execute_end: float
+    failed: dict[str, str]  # requests of the step that could not be written into the tables, and why
 
 
 class ModelRunner:
@@ -117,7 +118,9 @@ class ModelRunner:
             all_hidden = self._forward(batch, block_ids_to_zero=out.new_block_ids_to_zero)
             hidden = all_hidden.index_select(0, batch.logits_indices)
             prompt_hidden = None if prompt_rows is None else all_hidden.index_select(0, prompt_rows.indices)
-        self._executed.append(ExecuteModelState(batch, hidden, prompt_rows, prompt_hidden, start, time.perf_counter()))
+        # As of now: by the time of sampling the tables may have moved on to a later step.
+        failed = {req_id: cause for req_id, cause in self.states.failed.items() if req_id in out.num_scheduled_tokens}
+        self._executed.append(ExecuteModelState(batch, hidden, prompt_rows, prompt_hidden, start, time.perf_counter(), failed))
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> ModelRunnerOutput | AsyncOutput[_StepResults]:
@@ -151,10 +154,11 @@ class ModelRunner:
 
     # ------------------------------------------------------------------ state
     def _update_states(self, out: SchedulerOutput) -> None:
-        # Who is gone comes first: the slots they free may be needed by those who come.
-        for req_id in out.finished_req_ids:
+        # Who is gone comes first: the slots they free may be needed by those who come. In an order of their own: that of a
+        # set differs from process to process, and with it would the slots.
+        for req_id in sorted(out.finished_req_ids):
             self.states.remove(req_id)
-        for req_id in out.preempted_req_ids:
+        for req_id in sorted(out.preempted_req_ids):
             self.states.preempt(req_id)
         for new in out.scheduled_new_reqs:
             self._add_request(new)
@@ -228,11 +232,11 @@ class ModelRunner:
     ) -> SampledRows | Pending[SampledRows]:
         bitmasks = {} if grammar_output is None else grammar_output.bitmasks
         rows = enumerate(batch.req_ids[row] for row in batch.sampled_np.tolist()) if bitmasks else ()
-        return self._pipeline.sample(
-            self._model.compute_logits(hidden_states),
-            batch,
-            bitmasks={i: bitmasks[req_id] for i, req_id in rows if req_id in bitmasks},
-        )
+        masks = {i: bitmasks[req_id] for i, req_id in rows if req_id in bitmasks}
+        try:
+            return self._pipeline.sample(self._model.compute_logits(hidden_states), batch, bitmasks=masks)
+        except Exception as exc:  # of one request, as a rule: the others must not pay for it
+            return self._pipeline.sample_after_failure(exc, self._model.compute_logits(hidden_states), batch, bitmasks=masks)
 
 
 _Arrays = list[npt.NDArray[Any]]
@@ -257,7 +261,7 @@ def _make_output(state: ExecuteModelState, sample_start: float, results: _StepRe
     req_ids = [] if state.batch is None else state.batch.req_ids
     sampled_token_ids: list[list[int]] = [[] for _ in req_ids]
     prompt = PromptEntries() if state.prompt_rows is None else read_prompt_entries(state.prompt_rows, scores)
-    failed, logprobs = prompt.failed, {}
+    failed, logprobs = state.failed | prompt.failed, {}
     if state.batch is not None and rows.token_ids:
         sampled = list(dict.fromkeys(state.batch.sampled_np.tolist()))
         for place, (index, token_ids) in enumerate(zip(sampled, rows.token_ids, strict=True)):
@@ -272,7 +276,7 @@ def _make_output(state: ExecuteModelState, sample_start: float, results: _StepRe
         sampled_token_ids=sampled_token_ids,
         logprobs=logprobs,
         timing=WorkerTiming(state.execute_start, state.execute_end, sample_start, time.perf_counter()),
-        prompt_logprobs=prompt.logprobs,
+        prompt_logprobs={req_id: entries for req_id, entries in prompt.logprobs.items() if req_id not in failed},
         failed_req_ids=failed,
     )
 

@@ -6,6 +6,7 @@ where they are; `DevicePipeline` keeps copies of them on the device and waits fo
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ from aioengine.worker.request_state import RequestStates
 from aioengine.worker.sample.logits_processor import LoadedProcessor, ProcessorRow
 from aioengine.worker.sample.sampler import RowProcessors, SamplerOutput, sample
 from aioengine.worker.sample.speculation import accept_guesses
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,13 @@ class StepPipeline(ABC):
         Of a request with guesses, which has several rows, the tokens up to the first that differs from its guess.
         """
 
+    def sample_after_failure(
+        self, failure: Exception, logits: torch.Tensor, batch: InputBatch, *, bitmasks: Mapping[int, bytes]
+    ) -> SampledRows | Pending[SampledRows]:
+        """`sample` raised `failure` and has changed nothing but its logits; here they are again. Find the requests that it was
+        about, so that it fails them alone; or raise it, where requests cannot be told apart."""
+        raise failure
+
     @abstractmethod
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[npt.NDArray[Any]] | Pending[list[npt.NDArray[Any]]]:
         """The tensors' values on the host, or what waits for them."""
@@ -106,14 +116,51 @@ class HostPipeline(StepPipeline):
 
     def sample(self, logits: torch.Tensor, batch: InputBatch, *, bitmasks: Mapping[int, bytes]) -> SampledRows:
         req_ids, slots, output_indices = sampled_rows(batch, self._states)
-        output = sample(
+        output = self._sample(logits, slots, output_indices, bitmasks, self._processor_rows(req_ids, slots, batch))
+        return self._keep(batch, req_ids, slots, output)
+
+    def sample_after_failure(
+        self, failure: Exception, logits: torch.Tensor, batch: InputBatch, *, bitmasks: Mapping[int, bytes]
+    ) -> SampledRows:
+        """Row by row: a row's token depends on nothing but the row, so those that can be sampled get what they would have got."""
+        req_ids, slots, output_indices = sampled_rows(batch, self._states)
+        rows = self._processor_rows(req_ids, slots, batch)
+        output = SamplerOutput(torch.zeros(len(req_ids), dtype=torch.int64))
+        for i, req_id in enumerate(req_ids):
+            bitmask = {0: bitmasks[i]} if i in bitmasks else {}
+            one = slice(i, i + 1)
+            try:
+                alone = self._sample(logits[one].clone(), slots[one], output_indices[one], bitmask, rows[one])
+            except Exception as exc:
+                logger.warning("request %r cannot be sampled for", req_id, exc_info=exc)
+                output.failed[i] = f"no token could be sampled: {type(exc).__name__}: {exc}"
+                continue
+            output.token_ids[one] = alone.token_ids
+            if 0 in alone.logprobs:
+                output.logprobs[i] = alone.logprobs[0]
+            if 0 in alone.failed:
+                output.failed[i] = alone.failed[0]
+        return self._keep(batch, req_ids, slots, output)
+
+    def _sample(
+        self,
+        logits: torch.Tensor,  # [n, vocab_size]; overwritten
+        slots: LongArray,  # [n]
+        output_indices: LongArray,  # [n]
+        bitmasks: Mapping[int, bytes],
+        rows: list[ProcessorRow],  # [n], or none without processors
+    ) -> SamplerOutput:
+        return sample(
             logits,
             self._states.sampling.gather(slots, output_indices),
             bitmasks=bitmasks,
             token_table=self._states.token_ids_tensor,
-            processors=RowProcessors(self._processors, self._processor_rows(req_ids, slots, batch)) if self._processors else None,
+            processors=RowProcessors(self._processors, rows) if self._processors else None,
             logprobs_mode=self._logprobs_mode,
         )
+
+    def _keep(self, batch: InputBatch, req_ids: list[str], slots: LongArray, output: SamplerOutput) -> SampledRows:
+        """Write the tokens to the tables, for the next step to read."""
         token_ids = self._device.to_host(output.token_ids)
         if (batch.sampled_np[1:] == batch.sampled_np[:-1]).any():
             return self._accept(batch, req_ids, slots, token_ids, output)
@@ -147,6 +194,8 @@ class HostPipeline(StepPipeline):
         return rows
 
     def _processor_rows(self, req_ids: list[str], slots: LongArray, batch: InputBatch) -> list[ProcessorRow]:
+        if not self._processors:
+            return []
         table = self._states.token_ids.view()
         table.flags.writeable = False
         num_prompt_tokens = self._states.num_prompt_tokens[slots].tolist()

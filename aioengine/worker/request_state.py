@@ -6,6 +6,7 @@ step only names the slots it works on (`InputBatch.idx_mapping`) and is thrown a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ import torch
 
 from aioengine.sampling_params import SamplingParams
 from aioengine.worker.sample.states import SamplingStates
+
+logger = logging.getLogger(__name__)
 
 IntArray = npt.NDArray[np.int32]
 
@@ -46,6 +49,9 @@ class RequestStates:
         self._requests: dict[str, CachedRequestState] = {}  # with and without a slot
         self._slots: dict[str, int] = {}
         self._num_prompt_logprobs: dict[str, int] = {}  # of requests that want them: prompt tokens that were reported, or need not be
+        # Requests that could not be written into the tables, and why. Their rows are filled with what does no harm, so that the
+        # step that they are in runs for the others.
+        self.failed: dict[str, str] = {}
         self._free_slots = list(range(max_num_reqs - 1, -1, -1))  # a stack: low slots first
 
     @property
@@ -86,6 +92,7 @@ class RequestStates:
         self.preempt(req_id)
         self._requests.pop(req_id, None)
         self._num_prompt_logprobs.pop(req_id, None)
+        self.failed.pop(req_id, None)
 
     def write_history(self, slot: int, all_token_ids: Sequence[int]) -> None:
         """Overwrite the known tokens of a slot from position 0."""
@@ -148,8 +155,14 @@ class RequestStates:
             raise RuntimeError(f"request {req_id!r} got no slot: all {self.max_num_reqs} (max_num_seqs) are taken")
         slot = self._free_slots.pop()
         self._slots[req_id] = slot
-        self.write_history(slot, token_ids)
         self.num_known_tokens[slot] = len(token_ids)
         self.num_prompt_tokens[slot] = state.num_prompt_tokens
-        self.sampling.set(slot, state.sampling_params, num_prompt_tokens=state.num_prompt_tokens)
+        try:
+            self.write_history(slot, token_ids)
+            self.sampling.set(slot, state.sampling_params, num_prompt_tokens=state.num_prompt_tokens)
+        except Exception as exc:  # whatever it is, it is about this request: no other shares the row
+            logger.exception("request %r cannot be written into the worker's tables", req_id)
+            self.failed[req_id] = f"the request cannot be run: {type(exc).__name__}: {exc}"
+            self.token_ids[slot, : len(token_ids)] = 0
+            self.sampling.reset(slot, num_prompt_tokens=state.num_prompt_tokens)
         return slot

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +12,7 @@ from aioengine.config import GIB, ResolvedConfig
 from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.errors import ConfigError
 from aioengine.outputs import ModelRunnerOutput
+from aioengine.printable import get_logger
 from aioengine.worker.async_output import AsyncOutput
 from aioengine.worker.device import create_device, limit_torch_threads
 from aioengine.worker.model_runner import ModelRunner
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from aioengine.models.base import CausalLM
     from aioengine.models.files import ModelFiles
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
 
@@ -38,7 +38,10 @@ class Worker:
         self._files = files
         self.device = create_device(config.worker)
         self.device.set_up_thread()
-        find_logits_processors(config.worker.logits_processors)  # a wrong name is found before the weights are read
+        # What is wrong with a name or with the environment is found before the weights are read.
+        find_logits_processors(config.worker.logits_processors)
+        if config.worker.device == "cpu":
+            check_instruction_set()
         self._dtype = _DTYPES[config.worker.dtype]
         self._backend: AttentionBackend = select_attention_backend(
             config.worker.attention_backend, _attention_config(config, self._dtype), self.device.torch_device
@@ -129,6 +132,18 @@ class Worker:
         self._runner = None
         self._model = None
         self.device.release_memory()
+
+
+def check_instruction_set() -> None:
+    """Raise ConfigError if AIOENGINE_CPU_ISA names no instruction set that the native kernels have here."""
+    from aioengine_kernels.cpu.library import ISA_VARIABLE, choose_isa, status
+
+    if status() is not None:
+        return  # nobody reads the variable then
+    try:
+        choose_isa()
+    except ValueError as exc:
+        raise ConfigError(f"the environment variable {ISA_VARIABLE} is wrong: {exc}") from None
 
 
 def _attention_config(config: ResolvedConfig, dtype: torch.dtype) -> AttentionConfig:

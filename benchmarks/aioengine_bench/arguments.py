@@ -19,6 +19,7 @@ from aioengine_bench.flags import (
     arrival_process,
     dataset_spec,
     numbers,
+    refuse_unused,
     sampling_spec,
     save_options,
 )
@@ -203,9 +204,15 @@ def _add_sweep(commands: Any, host: Host) -> None:
     add("--find-saturation", action="store_true", help="one after the other, all at once, then rates in between and just beyond")
     add("--serve-params", metavar="JSON", help="a list of engine settings (or a file with it): each combines with each load")
     add("--num-runs", type=int, metavar="N", default=3, help="repeats of each combination; the median is reported (default: 3)")
-    add("--resume", action="store_true", help="leave out what --result-dir has already")
+    add("--resume", action="store_true", help="leave out the runs that --result-dir has, made with the same settings, code and machine")
     add("--dry-run", action="store_true", help="only list the combinations")
-    add("--num-warmups", type=int, metavar="N", default=1, help="requests before each combination, not counted (default: 1)")
+    add(
+        "--num-warmups",
+        type=int,
+        metavar="N",
+        default=1,
+        help="requests before each combination of settings and load, not counted (default: 1)",
+    )
     add("--request-id-prefix", metavar="TEXT", default="bench-", help="of the request ids (default: bench-)")
     add_load_options(parser)
     add_metric_options(parser)
@@ -274,9 +281,9 @@ def _add_kernels(commands: Any, host: Host) -> None:
     )
     add = parser.add_argument
     add("--op", action="append", metavar="NAME", default=[], help="only this op; may be repeated (default: all)")
-    add("--num-tokens", type=numbers(int), metavar="N,...", default=[1, 8, 32, 256], help="rows of a step (default: 1,8,32,256)")
-    add("--min-time", type=float, metavar="S", default=0.1, help="seconds to repeat each call for (default: 0.1)")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to run (default: auto)")
+    add("--num-tokens", type=numbers(int), metavar="N,...", help="rows of a step (default: 1,8,32,256)")
+    add("--min-time", type=float, metavar="S", help="seconds to repeat each call for (default: 0.1)")
+    add("--device", choices=("auto", "cpu", "cuda"), help="where to run (default: auto)")
     add("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
     add("--compile-report", action="store_true", help="compile the Triton kernels ahead of time and report what came out")
     add(
@@ -288,12 +295,15 @@ def _add_kernels(commands: Any, host: Host) -> None:
     def handle(args: argparse.Namespace, start_time: float) -> None:
         from aioengine_bench.kernels import KernelSettings, kernels
 
+        if args.compile_report:
+            refuse_unused(args, ("op", "num_tokens", "min_time", "device", "threads"), "has no effect on --compile-report")
+        else:
+            refuse_unused(args, ("target",), "needs --compile-report")
+        measured = {"num_tokens": args.num_tokens, "min_time": args.min_time, "device": args.device}
         settings = KernelSettings(
             save=save_options(args),
             ops=tuple(args.op),
-            num_tokens=tuple(args.num_tokens),
-            min_time=args.min_time,
-            device=args.device,
+            **{name: value for name, value in measured.items() if value is not None},
             threads=args.threads,
             compile_report=args.compile_report,
             targets=tuple(args.target),
@@ -327,15 +337,15 @@ def _add_compare(commands: Any, host: Host) -> None:
     add("--list", action="store_true", help="name the engines, what each needs, and which are set up")
     add("--setup", nargs="+", metavar="NAME", default=[], help="make the environments of these engines, each its own")
     add("--peers-dir", metavar="DIR", help="where the environments are (default: peers in aioengine's cache folder)")
-    add("--workload", choices=WORKLOADS, default="mixed", help="the work (default: mixed)")
+    add("--workload", choices=WORKLOADS, help="the work (default: mixed)")
     add("--num-runs", type=int, metavar="N", default=3, help="turns of each engine: A B A B ... (default: 3)")
     add("--max-requests", type=int, metavar="N", help="only the first N requests of the workload (default: all)")
     add("--reference", metavar="NAME", help="the engine whose greedy tokens the others are held against (default: the first in float32)")
     add("--markdown", action="store_true", help="print the table as Markdown")
     add("--picture", metavar="FILE", help="write the picture as SVG")
     add("--host-cost", action="store_true", help="measure schedule() and update_from_output() beside vLLM's scheduler instead")
-    add("--num-reqs", type=numbers(int), metavar="N,...", default=[32, 256, 1024], help="for --host-cost (default: 32,256,1024)")
-    add("--num-steps", type=int, metavar="N", default=200, help="for --host-cost: steps measured a turn (default: 200)")
+    add("--num-reqs", type=numbers(int), metavar="N,...", help="for --host-cost (default: 32,256,1024)")
+    add("--num-steps", type=int, metavar="N", help="for --host-cost: steps measured a turn (default: 200)")
     host.add_model_option(parser)
     add_save_options(parser, detailed=False)
     host.add_log_option(parser)
@@ -343,22 +353,25 @@ def _add_compare(commands: Any, host: Host) -> None:
     def handle(args: argparse.Namespace, start_time: float) -> None:
         from aioengine_bench.compare import CompareSettings, compare
 
+        if args.host_cost:
+            refuse_unused(args, ("engines", "workload", "max_requests", "reference"), "has no effect on --host-cost")
+        else:
+            refuse_unused(args, ("num_reqs", "num_steps"), "needs --host-cost")
+        given = {"workload": args.workload, "num_reqs": args.num_reqs, "num_steps": args.num_steps}
         settings = CompareSettings(
+            **{name: value for name, value in given.items() if value is not None},
             model=args.model,
             save=save_options(args),
             engines=tuple(args.engines),
             list_engines=args.list,
             setup=tuple(args.setup),
             peers_dir=args.peers_dir,
-            workload=args.workload,
             num_runs=args.num_runs,
             max_requests=args.max_requests,
             reference=args.reference,
             markdown=args.markdown,
             picture=args.picture,
             host_cost=args.host_cost,
-            num_reqs=tuple(args.num_reqs),
-            num_steps=args.num_steps,
         )
         compare(settings)
 

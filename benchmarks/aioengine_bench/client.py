@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from aioengine.engine.async_engine import AsyncEngine
+from aioengine.outputs import RequestOutput
 from aioengine.sampling_params import SamplingParams
 from aioengine_bench.datasets import BenchRequest
 
@@ -72,7 +73,7 @@ class EngineClient:
         if self.final_only:
             (output,) = await self.engine.generate_batch([request.prompt_token_ids], params, progress=False)
             yield Chunk(len(output.token_ids), output.text, output.num_cached_tokens)
-            _check(output.finish_reason, output.outputs[0].stop_reason)
+            check_complete(output, request.max_tokens, ignore_eos=request.ignore_eos)
             return
         num_tokens = 0
         async for output in self.engine.generate(request.prompt_token_ids, params, request_id=request_id):
@@ -80,11 +81,17 @@ class EngineClient:
             num_tokens += num_new
             if num_new or output.text_delta:
                 yield Chunk(num_new, output.text_delta, output.num_cached_tokens)
-            _check(output.finish_reason, output.outputs[0].stop_reason)
+            if output.finish_reason is not None:
+                check_complete(output, request.max_tokens, ignore_eos=request.ignore_eos)
 
 
-def _check(finish_reason: str | None, stop_reason: int | str | None) -> None:
-    if finish_reason == "abort":
+def check_complete(output: RequestOutput, max_tokens: int, *, ignore_eos: bool) -> None:
+    """Raise RequestAborted or RequestFailed unless the answer is what was asked for: a shorter one is another measurement."""
+    completion = output.outputs[0]
+    if output.finish_reason == "abort":
         raise RequestAborted("aborted by the engine")
-    if finish_reason == "error":
-        raise RequestFailed(str(stop_reason))
+    if output.finish_reason == "error":
+        raise RequestFailed(completion.error or "the engine gave no reason")
+    cut = output.finish_reason == "length" or ignore_eos
+    if cut and len(completion.token_ids) < max_tokens:
+        raise RequestFailed(f"cut off: {len(completion.token_ids)} of {max_tokens} tokens, finish_reason {output.finish_reason!r}")

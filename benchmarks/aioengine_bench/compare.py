@@ -20,11 +20,14 @@ import orjson
 
 from aioengine.errors import AioEngineError, ConfigError
 from aioengine_bench import console, svg
-from aioengine_bench.metrics import percentile, summarize
+from aioengine_bench.files import check_writable, write_file
+from aioengine_bench.metrics import median_run, percentile, summarize
 from aioengine_bench.peer_process import PeerFailedError, PeerProcess, float32_folder
 from aioengine_bench.peers import PEERS, Contestant, find_contestant, find_peer, runner_path, set_up
 from aioengine_bench.results import SaveOptions, environment, file_name, save_result, timestamp, with_metadata
 from aioengine_bench.workloads import Workload, WorkloadRequest, load_workload
+
+_COMPARE_KEYS = ("date", "benchmark", "workload", "model_id", "num_runs", "rows", "errors", "interrupted", "environment")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +51,8 @@ class CompareSettings:
     def __post_init__(self) -> None:
         if self.num_runs < 1:
             raise ConfigError(f"num_runs must be at least 1, got {self.num_runs}")
+        if self.max_requests is not None and self.max_requests < 1:
+            raise ConfigError(f"max_requests must be at least 1, got {self.max_requests}")
 
     @property
     def folder(self) -> Path:
@@ -77,11 +82,6 @@ def turn_requests(workload: Workload, turn: int, *, max_requests: int | None) ->
     if turn == 0:
         return requests
     return [WorkloadRequest([(t + 997 * turn) % 49000 + 100 for t in r.prompt_token_ids], r.max_tokens) for r in requests]
-
-
-def median_turn(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The turn in the middle by wall clock, whole."""
-    return sorted(turns, key=lambda turn: turn["wall_s"])[(len(turns) - 1) // 2]
 
 
 def agreement(token_ids: Sequence[list[int]], reference: Sequence[list[int]]) -> int:
@@ -171,6 +171,8 @@ def _say(text: str) -> None:
 
 def _compare_engines(settings: CompareSettings) -> None:
     date = timestamp()
+    default_name = file_name(["compare", settings.workload], date)
+    _check_saving(settings, _COMPARE_KEYS, default_name)
     workload = load_workload(settings.workload)
     contestants = _chosen(settings)
     names = [contestant.name for contestant in contestants]
@@ -200,9 +202,18 @@ def _compare_engines(settings: CompareSettings) -> None:
         "interrupted": interrupted,
         "environment": environment(),
     }
-    _report(settings, result, file_name(["compare", settings.workload], date))
+    _report(settings, result, default_name)
     if interrupted:
         raise KeyboardInterrupt
+    if not rows:
+        raise AioEngineError("no engine finished a turn")
+
+
+def _check_saving(settings: CompareSettings, keys: Sequence[str], default_name: str) -> None:
+    """Raise ConfigError now for what would fail after the last turn."""
+    settings.save.check(keys, default_name=default_name)
+    if settings.picture is not None:
+        check_writable(Path(settings.picture))
 
 
 def _command(contestant: Contestant, settings: CompareSettings) -> list[str]:
@@ -211,7 +222,7 @@ def _command(contestant: Contestant, settings: CompareSettings) -> list[str]:
 
 def _row(process: PeerProcess, comparison: Comparison, settings: CompareSettings) -> dict[str, Any]:
     turns = comparison.turns[process.name]
-    figures = median_turn(turns)
+    figures = median_run(turns, "wall_s")
     throughputs = [turn["output_throughput"] for turn in turns if turn["output_throughput"] is not None]
     reference = settings.reference or _default_reference(comparison)
     known = comparison.token_ids.get(reference or ""), comparison.token_ids.get(process.name)
@@ -271,7 +282,7 @@ def _report(settings: CompareSettings, result: dict[str, Any], default_name: str
         print(f"\nSame tokens: requests whose greedy tokens are those of {result['rows'][0]['reference']}.", file=out)
     for name, error in result["errors"].items():
         print(f"{name} failed: {error}", file=sys.stderr)
-    bars = [(_without_folders(row["engine"]), row["output_throughput"]) for row in result["rows"] if row["output_throughput"]]
+    bars = [(_without_folders(row["engine"]), row["output_throughput"]) for row in result["rows"] if row["output_throughput"] is not None]
     _finish(
         settings, result, default_name, svg.bar_chart(f"Output tokens a second, {result['workload']}", bars, x_label="higher is better")
     )
@@ -285,7 +296,7 @@ def _without_folders(engine: str) -> str:
 def _finish(settings: CompareSettings, result: dict[str, Any], default_name: str, picture: str) -> None:
     out = console.output_stream(stdout_is_taken=settings.save.claims_stdout)
     if settings.picture is not None:
-        Path(settings.picture).write_text(svg.standalone(picture), encoding="utf-8")
+        write_file(Path(settings.picture), svg.standalone(picture).encode())
         print(f"Picture in {settings.picture}", file=out)
     path = save_result(with_metadata(result, settings.save.metadata), settings.save, default_name=default_name)
     if path is not None:
@@ -296,6 +307,7 @@ def _finish(settings: CompareSettings, result: dict[str, Any], default_name: str
 def _compare_host_cost(settings: CompareSettings) -> None:
     """Our scheduler and vLLM's, each in its own process, a size at a time: A B A B."""
     date = timestamp()
+    _check_saving(settings, ("date", "benchmark", "rows", "num_runs", "environment"), file_name(["host-cost"], date))
     vllm = find_peer("vllm")
     commands = {"aioengine": [sys.executable, "-m", "aioengine_bench.host_cost"]}
     if vllm.is_set_up(settings.folder):

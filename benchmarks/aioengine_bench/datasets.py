@@ -86,6 +86,19 @@ class DatasetSpec:
         return self.workload or self.name
 
 
+def check_lengths(requests: Sequence[BenchRequest], max_model_len: int) -> None:
+    """Raise ConfigError if an answer would be cut off: figures of other lengths than those asked for are worth nothing.
+
+    A prompt that is too long by itself is that request's failure, and counted as one.
+    """
+    for index, request in enumerate(requests):
+        if request.prompt_len < max_model_len < request.prompt_len + request.max_tokens:
+            raise ConfigError(
+                f"request {index} asks for {request.max_tokens} tokens after {request.prompt_len}, but max_model_len is {max_model_len}: "
+                f"shorten it, or allow {request.prompt_len + request.max_tokens} with --max-model-len"
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class _Source:
     """What requests are made from."""
@@ -101,7 +114,8 @@ class _Source:
 def load_dataset(spec: DatasetSpec, tokenizer: TextTokenizer, *, vocab_size: int) -> list[BenchRequest]:
     """The requests, the same for the same arguments. Raises ConfigError naming file and line of what is wrong."""
     if spec.workload is not None:
-        requests = [BenchRequest(request.prompt_token_ids, request.max_tokens) for request in load_workload(spec.workload).requests]
+        fixed = load_workload(spec.workload).requests[: spec.num_prompts]
+        requests = [BenchRequest(request.prompt_token_ids, request.max_tokens) for request in fixed]
     else:
         requests = _LOADERS[spec.name](spec, _Source(tokenizer, vocab_size, Random(spec.seed)))
     if spec.ignore_eos is not None:
@@ -127,7 +141,7 @@ def _vary(length: int, ratio: float, random: Random) -> int:
 
 def _prefix_repetition(spec: DatasetSpec, source: _Source) -> list[BenchRequest]:
     prompts = source.prompts()
-    prefixes = [prompts.make(spec.prefix_len or 256) for _ in range(spec.num_prefixes)]
+    prefixes = [prompts.make(spec.prefix_len) for _ in range(spec.num_prefixes)]
     requests = [
         BenchRequest(prompts.extend(prefixes[index % spec.num_prefixes], spec.input_len or 256), spec.output_len or 128)
         for index in range(spec.num_prompts)
@@ -169,8 +183,7 @@ def _sharegpt(spec: DatasetSpec, source: _Source) -> list[BenchRequest]:
     conversations = _read_json(spec.path)
     if not isinstance(conversations, list):
         raise ConfigError(f"{spec.path} is not a JSON list of conversations")
-    turns = [entry.get("conversations", []) for entry in conversations if isinstance(entry, dict)]
-    pairs = [(turn[0]["value"], turn[1]["value"]) for turn in turns if len(turn) >= 2]
+    pairs = [pair for index, entry in enumerate(conversations) if (pair := _first_turns(spec, index, entry)) is not None]
     source.random.shuffle(pairs)
     requests: list[BenchRequest] = []
     for question, answer in pairs:
@@ -179,9 +192,28 @@ def _sharegpt(spec: DatasetSpec, source: _Source) -> list[BenchRequest]:
         prompt = source.tokenizer.encode(question)
         output_len = spec.output_len or len(source.tokenizer.encode(answer, add_special_tokens=False))
         fits = _MIN_TOKENS <= len(prompt) <= _MAX_PROMPT_TOKENS and len(prompt) + output_len <= _MAX_TOTAL_TOKENS
-        if fits and output_len >= _MIN_TOKENS:
+        # A length that was asked for is taken as it is; a recorded answer of a word or two is no sensible one.
+        if fits and (spec.output_len is not None or output_len >= _MIN_TOKENS):
             requests.append(BenchRequest(prompt, output_len, ignore_eos=False))
     return _repeat(requests, spec)
+
+
+def _first_turns(spec: DatasetSpec, index: int, entry: Any) -> tuple[str, str] | None:
+    """The first two turns of a conversation; None if it is shorter. Raises ConfigError for what is no conversation."""
+    turns = entry.get("conversations") if isinstance(entry, dict) else None
+    if not isinstance(turns, list):
+        raise ConfigError(f"{spec.path}, entry {index}: must be an object with a list `conversations`, got {_short(entry)}")
+    values = [turn.get("value") if isinstance(turn, dict) else None for turn in turns[:2]]
+    if len(values) < 2:
+        return None
+    if not isinstance(values[0], str) or not isinstance(values[1], str):
+        raise ConfigError(f"{spec.path}, entry {index}: the first turns must have a text `value`, got {_short(turns[:2])}")
+    return values[0], values[1]
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _custom(spec: DatasetSpec, source: _Source) -> list[BenchRequest]:
@@ -191,38 +223,60 @@ def _custom(spec: DatasetSpec, source: _Source) -> list[BenchRequest]:
         prompt, messages = line.get("prompt"), line.get("messages")
         if isinstance(prompt, str) and prompt:
             token_ids = source.tokenizer.encode(prompt)
-        elif isinstance(prompt, list) and prompt and all(isinstance(token_id, int) for token_id in prompt):
-            token_ids = prompt
+        elif isinstance(prompt, list) and prompt:
+            token_ids = _check_token_ids(spec, number, prompt, source.vocab_size)
         elif isinstance(messages, list) and messages:
-            token_ids = source.tokenizer.encode(source.tokenizer.apply_chat_template(messages), add_special_tokens=False)
+            token_ids = _encode_messages(spec, number, messages, source.tokenizer)
         else:
             raise ConfigError(f"{spec.path}, line {number}: needs a `prompt` (text or token ids) or `messages`")
         requests.append(BenchRequest(token_ids, spec.output_len or _whole(spec, number, line, "output_tokens", 256), ignore_eos=False))
     return _repeat(requests, spec)
 
 
+def _check_token_ids(spec: DatasetSpec, number: int, prompt: list[Any], vocab_size: int) -> list[int]:
+    for token_id in prompt:
+        if type(token_id) is not int or not 0 <= token_id < vocab_size:
+            raise ConfigError(f"{spec.path}, line {number}: token ids must be integers from 0 to {vocab_size - 1}, got {_short(token_id)}")
+    return prompt
+
+
+def _encode_messages(spec: DatasetSpec, number: int, messages: list[Any], tokenizer: TextTokenizer) -> list[int]:
+    for message in messages:
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise ConfigError(f"{spec.path}, line {number}: a message needs a text `role` and `content`, got {_short(message)}")
+    try:
+        text = tokenizer.apply_chat_template(messages)
+    except Exception as exc:  # a template refuses conversations with exceptions of its own
+        raise ConfigError(f"{spec.path}, line {number}: the chat template refused the messages: {exc}") from exc
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
 def _timed_trace(spec: DatasetSpec, source: _Source) -> list[BenchRequest]:
-    """JSON lines with `timestamp` (milliseconds), `input_length` and `output_length`: lengths and times of real traffic."""
-    prompts = source.prompts()
-    requests: list[BenchRequest] = []
-    start: float | None = None
+    """JSON lines with `timestamp` (milliseconds), `input_length` and `output_length`: lengths and times of real traffic.
+
+    Sorted by time: traces that were put together from several machines are not. The first one arrives at 0.
+    """
+    rows: list[tuple[float, int, int]] = []
     for number, line in _lines(spec):
         timestamp = line.get("timestamp")
-        if not isinstance(timestamp, (int, float)):
-            raise ConfigError(f"{spec.path}, line {number}: needs a `timestamp` in milliseconds")
-        start = float(timestamp) if start is None else start
-        if timestamp < start:
-            raise ConfigError(f"{spec.path}, line {number}: timestamps must not decrease")
-        prompt = prompts.make(_whole(spec, number, line, "input_length", None))
-        output_len = _whole(spec, number, line, "output_length", None)
-        requests.append(BenchRequest(prompt, output_len, arrival_time=(timestamp - start) / 1000))
-    return requests[: spec.num_prompts]
+        if not isinstance(timestamp, (int, float)) or isinstance(timestamp, bool) or not math.isfinite(timestamp):
+            raise ConfigError(f"{spec.path}, line {number}: `timestamp` must be a number of milliseconds, got {_short(timestamp)}")
+        lengths = (_whole(spec, number, line, "input_length", None), _whole(spec, number, line, "output_length", None))
+        rows.append((timestamp, *lengths))
+    if not rows:
+        raise ConfigError(f"{spec.path} has no usable request")
+    rows.sort(key=lambda row: row[0])
+    prompts = source.prompts()
+    return [
+        BenchRequest(prompts.make(input_len), output_len, arrival_time=(timestamp - rows[0][0]) / 1000)
+        for timestamp, input_len, output_len in rows[: spec.num_prompts]
+    ]
 
 
 def _whole(spec: DatasetSpec, number: int, line: Mapping[str, Any], key: str, default: int | None) -> int:
     value = line.get(key, default)
-    if not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{spec.path}, line {number}: `{key}` must be a whole number above 0, got {value!r}")
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"{spec.path}, line {number}: `{key}` must be a whole number above 0, got {_short(value)}")
     return value
 
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from aioengine_bench.arrivals import ArrivalProcess
     from aioengine_bench.client import SamplingSpec
-    from aioengine_bench.datasets import DatasetSpec
+    from aioengine_bench.datasets import DatasetName, DatasetSpec
     from aioengine_bench.results import SaveOptions
 
 _DATASETS = ("random", "sharegpt", "text", "prefix_repetition", "burst", "timed_trace", "custom")
@@ -25,10 +25,10 @@ def add_save_options(parser: argparse.ArgumentParser, *, detailed: bool = True) 
     add = group.add_argument
     add("--save-result", action="store_true", help="write the result to a JSON file")
     if detailed:
-        add("--save-detailed", action="store_true", help="with every request's lengths, latencies, text and error in it")
+        add("--save-detailed", action="store_true", help="the saved result has every request's lengths, latencies, text and error")
     add("--append-result", action="store_true", help="add the result as a line to an existing file")
-    add("--result-dir", metavar="DIR", help="folder of the file (default: the current one)")
-    add("--result-filename", metavar="NAME", help="name of the file (default: made of label, load, model and date)")
+    add("--result-dir", metavar="DIR", help="save the result, in this folder (default: the current one)")
+    add("--result-filename", metavar="NAME", help="save the result, under this name (default: made of label, load, model and date)")
     add("--output-json", metavar="FILE", help='write the result to FILE as well; "-" is stdout, the text goes to stderr then')
     add("--metadata", metavar="K=V", nargs="*", default=[], help="keys of your own for the result")
     add("--label", metavar="TEXT", help="what to call this run (default: aioengine)")
@@ -54,46 +54,101 @@ def save_options(args: argparse.Namespace) -> SaveOptions:
 def add_dataset_options(parser: argparse.ArgumentParser, *, num_prompts: int) -> None:
     group = parser.add_argument_group("dataset options")
     add = group.add_argument
-    add("--dataset-name", choices=_DATASETS, default="random", help="what to ask (default: random)")
+    parser.set_defaults(default_num_prompts=num_prompts)
+    add("--dataset-name", choices=_DATASETS, help="what to ask (default: random)")
     add("--dataset-path", metavar="FILE", help="for sharegpt (JSON), timed_trace and custom (JSON lines)")
     add("--workload", choices=WORKLOADS, help="a fixed workload in place of a dataset: the same tokens for every engine")
-    add("--num-prompts", type=int, metavar="N", default=num_prompts, help=f"how many requests (default: {num_prompts})")
+    add("--num-prompts", type=int, metavar="N", help=f"how many requests (default: {num_prompts}; of a workload, all)")
     add("--seed", type=int, metavar="N", default=0, help="of the dataset, the arrivals and the sampling (default: 0)")
     add("--input-len", "--random-input-len", type=int, metavar="N", help="prompt tokens (default: the dataset's; random 1024)")
     add("--output-len", "--random-output-len", type=int, metavar="N", help="output tokens (default: the dataset's; random 128)")
-    add("--random-range-ratio", type=float, metavar="X", default=0.0, help="lengths vary by up to this share, both ways (default: 0)")
-    add("--random-prefix-len", type=int, metavar="N", default=0, help="tokens that all prompts begin with, on top (default: 0)")
-    add("--prefix-repetition-prefix-len", type=int, metavar="N", default=256, help="tokens of each repeated prefix (default: 256)")
-    add("--prefix-repetition-suffix-len", type=int, metavar="N", default=256, help="tokens of one's own (default: 256)")
-    add("--prefix-repetition-num-prefixes", type=int, metavar="N", default=10, help="different prefixes (default: 10)")
-    add("--prefix-repetition-output-len", type=int, metavar="N", default=128, help="output tokens (default: 128)")
-    add("--burst-size", type=int, metavar="N", default=16, help="requests that come at once (default: 16)")
-    add("--burst-interval", type=float, metavar="S", default=4.0, help="seconds between bursts (default: 4)")
+    add("--random-range-ratio", type=float, metavar="X", help="lengths vary by up to this share, both ways (default: 0)")
+    add("--random-prefix-len", type=int, metavar="N", help="tokens that all prompts begin with, on top (default: 0)")
+    add("--prefix-repetition-prefix-len", type=int, metavar="N", help="tokens of each repeated prefix (default: 256)")
+    add("--prefix-repetition-suffix-len", type=int, metavar="N", help="tokens of one's own (default: 256)")
+    add("--prefix-repetition-num-prefixes", type=int, metavar="N", help="different prefixes (default: 10)")
+    add("--prefix-repetition-output-len", type=int, metavar="N", help="output tokens (default: 128)")
+    add("--burst-size", type=int, metavar="N", help="requests that come at once (default: 16)")
+    add("--burst-interval", type=float, metavar="S", help="seconds between bursts (default: 4)")
     add("--ignore-eos", action="store_true", default=None, help="go on after end-of-sequence (default: where lengths are made up)")
 
 
+# Which of the options above mean something to which dataset; `seed`, `num_prompts` and `ignore_eos` do to all.
+_LENGTHS = ("input_len", "output_len", "random_prefix_len")
+_USED: dict[str, tuple[str, ...]] = {
+    "random": (*_LENGTHS, "random_range_ratio"),
+    "text": _LENGTHS,
+    "burst": (*_LENGTHS, "random_range_ratio", "burst_size", "burst_interval"),
+    "prefix_repetition": (
+        *("input_len", "output_len", "prefix_repetition_prefix_len", "prefix_repetition_suffix_len"),
+        *("prefix_repetition_num_prefixes", "prefix_repetition_output_len"),
+    ),
+    "sharegpt": ("dataset_path", "output_len"),
+    "custom": ("dataset_path", "output_len"),
+    "timed_trace": ("dataset_path",),
+    "workload": (),
+}
+_DATASET_OPTIONS = tuple(dict.fromkeys(name for names in _USED.values() for name in names))
+
+
 def dataset_spec(args: argparse.Namespace) -> DatasetSpec:
-    """Raises ConfigError."""
+    """Raises ConfigError, also for an option that the dataset makes no use of."""
+    from aioengine.errors import ConfigError
     from aioengine_bench.datasets import DatasetSpec
     from aioengine_bench.workloads import load_workload
 
-    repeats = args.dataset_name == "prefix_repetition"
-    num_prompts = args.num_prompts if args.workload is None else len(load_workload(args.workload).requests)
+    if args.workload is not None and args.dataset_name is not None:
+        raise ConfigError(f"--workload {args.workload} takes the place of a dataset: leave out --dataset-name {args.dataset_name}")
+    name: DatasetName = args.dataset_name or "random"
+    used, what = (_USED[name], f"the dataset {name!r}") if args.workload is None else (_USED["workload"], f"--workload {args.workload}")
+    refuse_unused(args, [option for option in _DATASET_OPTIONS if option not in used], f"has no effect on {what}")
+    num_prompts = args.default_num_prompts if args.num_prompts is None else args.num_prompts
+    if args.workload is not None:
+        most = len(load_workload(args.workload).requests)
+        num_prompts = most if args.num_prompts is None else args.num_prompts
+        if num_prompts > most:
+            raise ConfigError(f"--num-prompts is {num_prompts}, but the workload {args.workload} has {most} requests")
+    repeats = name == "prefix_repetition"
     return DatasetSpec(
-        name=args.dataset_name,
+        name=name,
         workload=args.workload,
         path=args.dataset_path,
         num_prompts=num_prompts,
         seed=args.seed,
-        input_len=(args.input_len or args.prefix_repetition_suffix_len) if repeats else args.input_len,
-        output_len=(args.output_len or args.prefix_repetition_output_len) if repeats else args.output_len,
-        range_ratio=args.random_range_ratio,
-        prefix_len=args.prefix_repetition_prefix_len if repeats else args.random_prefix_len,
-        num_prefixes=args.prefix_repetition_num_prefixes,
-        burst_size=args.burst_size,
-        burst_interval=args.burst_interval,
+        input_len=_one_of(args, "input_len", "prefix_repetition_suffix_len", 256 if repeats else None),
+        output_len=_one_of(args, "output_len", "prefix_repetition_output_len", 128 if repeats else None),
+        range_ratio=_given(args.random_range_ratio, 0.0),
+        prefix_len=_given(args.prefix_repetition_prefix_len, 256) if repeats else _given(args.random_prefix_len, 0),
+        num_prefixes=_given(args.prefix_repetition_num_prefixes, 10),
+        burst_size=_given(args.burst_size, 16),
+        burst_interval=_given(args.burst_interval, 4.0),
         ignore_eos=args.ignore_eos,
     )
+
+
+def refuse_unused(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
+    """Raise ConfigError if one of these options, whose default is None, was given: no option does nothing in silence."""
+    from aioengine.errors import ConfigError
+
+    for name in names:
+        if getattr(args, name) not in (None, []):
+            raise ConfigError(f"--{name.replace('_', '-')} {why}")
+
+
+def _given(value: Any, default: Any) -> Any:
+    """Zero is a value."""
+    return default if value is None else value
+
+
+def _one_of(args: argparse.Namespace, name: str, other: str, default: int | None) -> int | None:
+    """The value of two options that mean the same."""
+    from aioengine.errors import ConfigError
+
+    first, second = getattr(args, name), getattr(args, other)
+    if first is not None and second is not None:
+        raise ConfigError(f"--{name.replace('_', '-')} and --{other.replace('_', '-')} say the same thing twice: give one of them")
+    value: int | None = _given(_given(first, second), default)
+    return value
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -114,7 +169,7 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("load options")
     add = group.add_argument
     add("--request-rate", type=float, metavar="X", default=math.inf, help="requests a second; inf sends all at once (default: inf)")
-    add("--burstiness", type=float, metavar="X", default=1.0, help="1 is Poisson, less is burstier, inf is even (default: 1)")
+    add("--burstiness", type=float, metavar="X", help="1 is Poisson, less is burstier, inf is even (default: 1)")
     add("--max-concurrency", type=int, metavar="N", help="requests out at once; the others wait in the client (default: no limit)")
     add("--ramp-up-strategy", choices=("linear", "exponential"), help="let the rate grow over the run, in place of --request-rate")
     add("--ramp-up-start-rps", type=float, metavar="X", help="requests a second at the start of the ramp")
@@ -127,14 +182,22 @@ def arrival_process(args: argparse.Namespace) -> ArrivalProcess:
     from aioengine_bench.arrivals import ArrivalProcess, RampUp
 
     ends = (args.ramp_up_start_rps, args.ramp_up_end_rps)
+    ramp = None
     if args.ramp_up_strategy is None:
         if ends != (None, None):
             raise ConfigError("--ramp-up-start-rps and --ramp-up-end-rps need a --ramp-up-strategy")
-        return ArrivalProcess(request_rate=args.request_rate, burstiness=args.burstiness)
-    if None in ends:
+        if args.burstiness is not None and math.isinf(args.request_rate) and not _chooses_rates(args):
+            raise ConfigError(f"--burstiness {args.burstiness:g} has no effect where all requests are sent at once: give a rate")
+    elif None in ends:
         raise ConfigError("a ramp-up needs --ramp-up-start-rps and --ramp-up-end-rps")
-    ramp = RampUp(args.ramp_up_strategy, *ends)
-    return ArrivalProcess(request_rate=args.request_rate, burstiness=args.burstiness, ramp_up=ramp)
+    else:
+        ramp = RampUp(args.ramp_up_strategy, *ends)
+    return ArrivalProcess(request_rate=args.request_rate, burstiness=_given(args.burstiness, 1.0), ramp_up=ramp)
+
+
+def _chooses_rates(args: argparse.Namespace) -> bool:
+    """Of a sweep: it sends at rates other than --request-rate."""
+    return bool(getattr(args, "request_rates", None)) or getattr(args, "find_saturation", False)
 
 
 def add_metric_options(parser: argparse.ArgumentParser) -> None:

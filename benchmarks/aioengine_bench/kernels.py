@@ -8,6 +8,7 @@ result is wrong gets no figure.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import subprocess
 import sys
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from aioengine_bench.kernel_cases import KernelCase
 
 
+_RESULT_KEYS = ("date", "benchmark", "device", "threads", "bandwidth_gb_per_s", "gflops", "rows", "interrupted", "environment")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSettings:
     """min_time: seconds that each variant is repeated for."""
@@ -42,6 +46,10 @@ class KernelSettings:
     def __post_init__(self) -> None:
         if not self.num_tokens or min(self.num_tokens) < 1:
             raise ConfigError(f"num_tokens must be numbers from 1, got {list(self.num_tokens)}")
+        if not (math.isfinite(self.min_time) and self.min_time > 0):
+            raise ConfigError(f"min_time must be above 0 seconds, got {self.min_time}")
+        if self.threads is not None and self.threads < 1:
+            raise ConfigError(f"threads must be at least 1, got {self.threads}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +72,8 @@ def kernels(settings: KernelSettings) -> None:
 
     date = timestamp()
     device = _device(settings.device)
+    default_name = file_name(["kernels", device.type], date)
+    settings.save.check(_RESULT_KEYS, default_name=default_name)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     interrupted = False
@@ -91,7 +101,7 @@ def kernels(settings: KernelSettings) -> None:
     speeds = f"copies {roofline.bytes_per_s / 1e9:.1f} GB/s, multiplies {roofline.flops_per_s / 1e9:.0f} GFLOPS"
     head = f"{device}, {torch.get_num_threads()} threads: {speeds}"
     print(f"{head}\n{format_rows(rows)}", file=out)
-    path = save_result(with_metadata(result, settings.save.metadata), settings.save, default_name=file_name(["kernels", device.type], date))
+    path = save_result(with_metadata(result, settings.save.metadata), settings.save, default_name=default_name)
     if path is not None:
         print(f"Saved to {path}", file=out)
     if interrupted:
@@ -208,7 +218,10 @@ def format_rows(rows: Sequence[dict[str, Any]]) -> str:
 
 # ---------------------------------------------------------------------------------------------------- ahead of time
 def _compile_report(settings: KernelSettings) -> None:
-    """In a process of its own: it puts a driver without a device into Triton."""
+    """In a process of its own: it puts a driver without a device into Triton. It prints, and saves nothing."""
+    save = settings.save
+    if save.saves or save.output_json not in (None, "-") or save.metadata or save.label is not None:
+        raise ConfigError("--compile-report prints its report: of the result options only `--output-json -` has an effect on it")
     command = [sys.executable, "-m", "aioengine_kernels.compile_report"]
     for target in settings.targets:
         command += ["--target", target]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -13,8 +14,8 @@ from aioengine.engine.async_engine import AsyncEngine
 from aioengine.engine.publishing import PublishOptions
 from aioengine.errors import ConfigError
 from aioengine_bench import console
-from aioengine_bench.client import SamplingSpec
-from aioengine_bench.datasets import BenchRequest
+from aioengine_bench.client import SamplingSpec, check_complete
+from aioengine_bench.datasets import BenchRequest, check_lengths
 from aioengine_bench.host import Host
 from aioengine_bench.metrics import mean, percentile, standard_deviation
 from aioengine_bench.random_prompts import RandomPrompts
@@ -44,6 +45,23 @@ class LatencySettings:
                 raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
 
 
+def make_result(
+    settings: LatencySettings, latencies: list[float], *, date: str, interrupted: bool, engine: Mapping[str, Any]
+) -> dict[str, Any]:
+    return {
+        **latency_figures(latencies),
+        "date": date,
+        "benchmark": "latency",
+        "model_id": settings.config.model,
+        "input_len": settings.input_len,
+        "output_len": settings.output_len,
+        "batch_size": settings.batch_size,
+        "interrupted": interrupted,
+        "engine": engine,
+        "environment": environment(),
+    }
+
+
 def latency_figures(latencies: list[float]) -> dict[str, Any]:
     """Seconds, under vLLM's keys."""
     return {
@@ -57,9 +75,12 @@ def latency_figures(latencies: list[float]) -> dict[str, Any]:
 async def latency(settings: LatencySettings, host: Host) -> bool:
     """Run, print, save. True if it was interrupted: the result, saved all the same, is partial."""
     date = timestamp()
+    keys = make_result(settings, [], date=date, interrupted=False, engine={})
+    settings.save.check(keys, default_name=_default_name(settings, date))
     async with host.started_engine(settings.config, settings.publish) as engine:
         prompts = RandomPrompts(engine.tokenizer, vocab_size=engine.model_info.vocab_size, random=Random(settings.seed))
         batch = [BenchRequest(prompts.make(settings.input_len), settings.output_len) for _ in range(settings.batch_size)]
+        check_lengths(batch, engine.resolved_config.scheduler.max_model_len)
         latencies: list[float] = []
         interrupted = False
         total = settings.num_iters_warmup + settings.num_iters
@@ -72,18 +93,7 @@ async def latency(settings: LatencySettings, host: Host) -> bool:
                     bar.update()
             except asyncio.CancelledError:
                 interrupted = True
-        result: dict[str, Any] = {
-            **latency_figures(latencies),
-            "date": date,
-            "benchmark": "latency",
-            "model_id": settings.config.model,
-            "input_len": settings.input_len,
-            "output_len": settings.output_len,
-            "batch_size": settings.batch_size,
-            "interrupted": interrupted,
-            "engine": engine_settings(engine),
-            "environment": environment(),
-        }
+        result = make_result(settings, latencies, date=date, interrupted=interrupted, engine=engine_settings(engine))
     _report(settings, result)
     return interrupted
 
@@ -92,8 +102,15 @@ async def _time_batch(engine: AsyncEngine, batch: list[BenchRequest], sampling: 
     engine.reset_prefix_cache()  # the same prompts come again, and shall be computed again
     params = [sampling.params_for(request) for request in batch]
     start = time.perf_counter()
-    await engine.generate_batch([request.prompt_token_ids for request in batch], params, progress=False)
-    return time.perf_counter() - start
+    outputs = await engine.generate_batch([request.prompt_token_ids for request in batch], params, progress=False)
+    seconds = time.perf_counter() - start
+    for request, output in zip(batch, outputs, strict=True):
+        check_complete(output, request.max_tokens, ignore_eos=request.ignore_eos)
+    return seconds
+
+
+def _default_name(settings: LatencySettings, date: str) -> str:
+    return file_name([settings.save.label or "latency", settings.config.model.rstrip("/").rsplit("/", 1)[-1]], date)
 
 
 def _report(settings: LatencySettings, result: dict[str, Any]) -> None:
@@ -109,7 +126,7 @@ def _report(settings: LatencySettings, result: dict[str, Any]) -> None:
         lines.append(f"Interrupted after {len(result['latencies'])} of {settings.num_iters} batches.")
     lines.append("=" * len(lines[0]))
     print("\n".join(lines), file=out)
-    name = file_name([settings.save.label or "latency", settings.config.model.rstrip("/").rsplit("/", 1)[-1]], result["date"])
-    path = save_result(with_metadata(result, settings.save.metadata), settings.save, default_name=name)
+    default_name = _default_name(settings, result["date"])
+    path = save_result(with_metadata(result, settings.save.metadata), settings.save, default_name=default_name)
     if path is not None:
         print(f"Saved to {path}", file=out)

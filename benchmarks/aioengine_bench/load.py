@@ -20,7 +20,7 @@ from aioengine_bench.timeline import Outcome, RequestRecord
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """records: in the order in which requests ended. duration: seconds from the start to the last content."""
+    """records: in the order in which requests ended. duration: seconds from the start to the last content, or to the interruption."""
 
     records: list[RequestRecord]
     start_time: float
@@ -87,7 +87,7 @@ class LoadGenerator:
             await asyncio.gather(*tasks, return_exceptions=True)
         if self._engine_error is not None and not any(record.outcome == "completed" for record in self._records):
             raise self._engine_error
-        end = max((record.end_time for record in self._records), default=start)
+        end = time.perf_counter() if interrupted else max((record.end_time for record in self._records), default=start)
         return LoadResult(self._records, start, max(0.0, end - start), interrupted)
 
     async def _send(self, index: int, request: BenchRequest, due_time: float) -> None:

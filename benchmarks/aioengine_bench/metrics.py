@@ -38,6 +38,30 @@ def standard_deviation(values: Sequence[float]) -> float | None:
     return None if average is None else math.sqrt(math.fsum((value - average) ** 2 for value in values) / len(values))
 
 
+def median_run(runs: Sequence[Mapping[str, Any]], key: str) -> dict[str, Any]:
+    """The figures of the median run by `key`: of an odd number of runs those of the one in the middle, whole; of an even
+    number the means of the two in the middle. What is no number is the lower one's. A run without the figure counts as 0.
+    """
+    ordered = sorted(runs, key=lambda run: run[key] or 0.0)
+    below, above = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
+    return {name: _middle(value, above.get(name)) for name, value in below.items()}
+
+
+def _middle(below: Any, above: Any) -> Any:
+    numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in (below, above))
+    return (below + above) / 2 if numbers and below != above else below
+
+
+def count_reasons(records: Iterable[RequestRecord]) -> dict[str, int]:
+    """Why requests were not completed, the most frequent reason first."""
+    counts: dict[str, int] = {}
+    for record in records:
+        if record.outcome != "completed":
+            reason = record.error or record.outcome
+            counts[reason] = counts.get(reason, 0) + 1
+    return dict(sorted(counts.items(), key=lambda item: -item[1]))
+
+
 def percentile_name(percent: float) -> str:
     """99 -> "p99", 99.9 -> "p99.9"."""
     return f"p{percent:g}"
@@ -121,6 +145,8 @@ def summarize(
         "completed": len(done),
         "failed": sum(record.outcome == "failed" for record in records),
         "aborted": sum(record.outcome == "aborted" for record in records),
+        "failure_reasons": count_reasons(records),
+        "median_client_queue_time_ms": percentile([record.client_queue_time * 1000 for record in done], 50),
         "total_input_tokens": num_input,
         "total_output_tokens": num_output,
         "total_cached_tokens": sum(record.num_cached_tokens for record in done),

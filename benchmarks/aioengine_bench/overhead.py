@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import gc
 import itertools
+import math
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -53,6 +54,9 @@ _MIXED_MAX_TOKENS = 32  # so that in every step a thirty-second of the requests 
 _NUM_WARMUP_STEPS = 20
 
 
+_RESULT_KEYS = ("date", "benchmark", "num_steps", "rows", "growth", "interrupted", "environment")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverheadSettings:
     """forward_ms: how long the pretended forward of the overlap comparison takes."""
@@ -68,6 +72,8 @@ class OverheadSettings:
             raise ConfigError(f"num_reqs must be numbers from 1, got {list(self.num_reqs)}")
         if self.num_steps < 1:
             raise ConfigError(f"num_steps must be at least 1, got {self.num_steps}")
+        if not (math.isfinite(self.forward_ms) and self.forward_ms >= 0):
+            raise ConfigError(f"forward_ms must be a finite number >= 0, got {self.forward_ms}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,6 +319,8 @@ def growth(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 async def overhead(settings: OverheadSettings) -> bool:
     """Run, print, save. True if it was interrupted: the result, saved all the same, is partial."""
     date = timestamp()
+    default_name = file_name(["overhead"], date)
+    settings.save.check(_RESULT_KEYS, default_name=default_name)
     rows: list[dict[str, Any]] = []
     interrupted = False
     todo = cases(settings)
@@ -336,7 +344,7 @@ async def overhead(settings: OverheadSettings) -> bool:
     print(format_rows(rows), file=out)
     slopes = ", ".join(f"{slope:.2f}" for slope in result["growth"]["us_per_further_request"])
     print(f"\nDecode, nobody watching: {slopes or '-'} us for each further request, from size to size.", file=out)
-    path = save_result(with_metadata(result, settings.save.metadata), settings.save, default_name=file_name(["overhead"], date))
+    path = save_result(with_metadata(result, settings.save.metadata), settings.save, default_name=default_name)
     if path is not None:
         print(f"Saved to {path}", file=out)
     return interrupted

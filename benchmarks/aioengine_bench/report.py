@@ -18,6 +18,7 @@ from aioengine.events.replay import Recording, read_recording
 from aioengine.events.step_event import StepEvent, StepResultEvent
 from aioengine.events.wire import WireError
 from aioengine_bench import console, svg
+from aioengine_bench.files import write_file
 from aioengine_bench.results import read_results
 
 _MAX_TIMELINE_STEPS = 40
@@ -33,8 +34,9 @@ svg { width: 100%; height: auto; } svg text { fill: var(--ink); font-family: inh
 .title { font-size: 14px; font-weight: 600; text-anchor: middle; } .tick { font-size: 11px; } .label { font-size: 12px; }
 .end { text-anchor: end; } .middle { text-anchor: middle; }
 .grid { stroke: var(--grid); stroke-width: 1; } .axis { stroke: var(--ink); stroke-width: 1; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13px; display: block; overflow-x: auto; }
-td, th { padding: 3px 10px; text-align: right; border-bottom: 1px solid var(--grid); white-space: nowrap; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13px; max-width: 100%; }
+td, th { padding: 3px 7px; text-align: right; vertical-align: top; border-bottom: 1px solid var(--grid); }
+td.text { min-width: 8em; overflow-wrap: anywhere; } td.number { white-space: nowrap; }
 td:first-child, th:first-child { text-align: left; }
 .soft { color: var(--soft); font-size: 13px; }
 """
@@ -63,11 +65,7 @@ def report(settings: ReportSettings) -> None:
         sys.stdout.write(page)
         return
     path = Path(settings.output)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page, encoding="utf-8")
-    except OSError as exc:
-        raise ConfigError(f"cannot write {path}: {exc.strerror}") from exc
+    write_file(path, page.encode(errors="backslashreplace"))
     print(f"Wrote {path} ({len(page) / 1024:.0f} KiB)")
 
 
@@ -75,11 +73,40 @@ def read_input(path: str) -> Input:
     """A recording says so in its first line; anything else must be results."""
     results = read_results(path)
     if results[0].get("type") != "header":
+        for index, result in enumerate(results):
+            _check_figures(result, f"{path}, result {index + 1}")
         return Input(Path(path).name, results)
     try:
         return Input(Path(path).name, [], read_recording(path))
     except WireError as exc:
         raise ConfigError(str(exc)) from exc
+
+
+def _check_figures(result: dict[str, Any], where: str) -> None:
+    """Raise ConfigError for a figure of another kind than it is drawn as."""
+    rows = result.get("rows", [])
+    if not isinstance(rows, list) or not isinstance(result.get("environment", {}), dict):
+        raise ConfigError(f"{where}: `rows` must be a list and `environment` an object")
+    for key in (key for key in result if key in _FIGURES or key.endswith("_us")):
+        if not _is_number(result[key]) and result[key] is not None:
+            raise ConfigError(f"{where}: {key} must be a number, got {result[key]!r}")
+    if not _is_number(rate := result.get("request_rate")) and rate not in (None, "inf"):
+        raise ConfigError(f'{where}: request_rate must be a number or "inf", got {rate!r}')
+    for key in _LISTS:
+        values = result.get(key, [])
+        if not isinstance(values, list):
+            raise ConfigError(f"{where}: {key} must be a list, got {values!r}")
+        for value in values:
+            numbers = value if isinstance(value, list) else [value]
+            if isinstance(value, list) != (key == "itls") or not all(_is_number(one) or one is None for one in numbers):
+                raise ConfigError(f"{where}: {key} must hold numbers, got {value!r}")
+    for number, row in enumerate(rows, start=1):
+        if isinstance(row, dict):
+            _check_figures({**row, "rows": []}, f"{where}, row {number}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def make_page(inputs: Sequence[Input], *, title: str) -> str:
@@ -138,15 +165,24 @@ _LATENCY_COLUMNS = {
 }
 
 
+_FIGURES = {*_SERVING_COLUMNS, *_THROUGHPUT_COLUMNS, *_LATENCY_COLUMNS, "num_reqs", "forward_ms"} - {"dataset_name", "request_rate"}
+_LISTS = ("ttfts", "itls", "latencies")
+
+
 def _cell(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return "-" if value is None else str(value)
     return console.number(value)
 
 
+def _kind(value: Any) -> str:
+    """Text may be broken to fit the page; a figure, or the place of one, is not."""
+    return "text" if isinstance(value, str) and len(value) > 8 else "number"
+
+
 def _html_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
-    lines = ["<tr>" + "".join(f"<td>{escape(_cell(value))}</td>" for value in row) + "</tr>" for row in rows]
+    lines = ["<tr>" + "".join(f'<td class="{_kind(value)}">{escape(_cell(value))}</td>' for value in row) + "</tr>" for row in rows]
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 
 
@@ -175,18 +211,24 @@ def _rows_section(result: dict[str, Any]) -> str:
 def _picture(result: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Iterable[str]:
     match result.get("benchmark"):
         case "overhead":
-            plain = [row for row in rows if row["mode"] == "decode" and row["watcher"] == "nobody" and not row["with_consumers"]]
-            plain = [row for row in plain if not row["forward_ms"]]
+            plain = [row for row in rows if row.get("mode") == "decode" and row.get("watcher") == "nobody"]
+            plain = [row for row in plain if not row.get("with_consumers") and not row.get("forward_ms")]
             names = ("schedule", "update", "output", "publish", "total")
-            series = [svg.Series(name, [(row["num_reqs"], row[f"{name}_us"]) for row in plain]) for name in names]
+            series = [svg.Series(name, _points(plain, "num_reqs", f"{name}_us")) for name in names]
             yield svg.line_chart("Engine cost of a decode step", series, x_label="running requests", y_label="microseconds")
         case "host-cost":
-            engines = list(dict.fromkeys(row["engine"] for row in rows))
-            series = [svg.Series(name, [(r["num_reqs"], r["min_us"]) for r in rows if r["engine"] == name]) for name in engines]
+            engines = dict.fromkeys(str(row.get("engine")) for row in rows)
+            series = [svg.Series(name, _points([r for r in rows if r.get("engine") == name], "num_reqs", "min_us")) for name in engines]
             yield svg.line_chart("schedule() + update_from_output()", series, x_label="running requests", y_label="microseconds a step")
         case "compare":
-            bars = [(f"{row['engine']} ({row['precision']})", row["output_throughput"]) for row in rows if row.get("output_throughput")]
+            known = [row for row in rows if row.get("output_throughput") is not None]
+            bars = [(f"{row.get('engine')} ({row.get('precision')})", row["output_throughput"]) for row in known]
             yield svg.bar_chart("Output tokens a second", bars, x_label="higher is better")
+
+
+def _points(rows: Sequence[dict[str, Any]], x: str, y: str) -> list[tuple[float, float]]:
+    """Of the rows that have both figures."""
+    return [(row[x], row[y]) for row in rows if row.get(x) is not None and row.get(y) is not None]
 
 
 def _name(result: dict[str, Any]) -> str:
@@ -198,39 +240,88 @@ def _name(result: dict[str, Any]) -> str:
 def _serving_section(results: Sequence[dict[str, Any]]) -> str:
     if not results:
         return ""
-    charts = []
-    by_throughput = sorted((r for r in results if r.get("output_throughput") is not None), key=lambda r: float(r["output_throughput"]))
-    if len(by_throughput) > 1:
-        series = []
-        for key, name in (("median_ttft_ms", "TTFT p50"), ("p99_ttft_ms", "TTFT p99"), ("median_e2el_ms", "E2EL p50")):
-            known = [r for r in by_throughput if r.get(key) is not None]
-            points = [(float(r["output_throughput"]), float(r[key])) for r in known]
-            series.append(svg.Series(name, points, labels=[f"{_load(r)}: {r[key]:.1f} ms" for r in known]))
-        charts.append(svg.line_chart("Throughput and latency", series, x_label="output tokens a second", y_label="milliseconds"))
-    users = [(1000 / r["median_tpot_ms"], float(r["output_throughput"]), _load(r)) for r in by_throughput if r.get("median_tpot_ms")]
-    if len(users) > 1:
-        one = svg.Series("runs", [(x, y) for x, y, _ in users], "points", [name for _, _, name in users])
-        x_label, y_label = "tokens a second and user", "tokens a second in all"
-        charts.append(svg.line_chart("Of one user and of all", [one], x_label=x_label, y_label=y_label))
-    detailed = [result for result in results if result.get("ttfts")][:7]
+    groups = _by_settings(results)
+    charts = list(_load_charts(groups))
+    detailed = [(name, result) for name, of in groups.items() for result in of if result.get("ttfts")][:7]
     if detailed:
-        ttfts = [(_load(r), [value * 1000 for value in r["ttfts"] if value is not None]) for r in detailed]
-        itls = [(_load(r), [gap * 1000 for gaps in r["itls"] for gap in gaps]) for r in detailed]
+        names = [_load(result) if len(groups) == 1 else f"{name}: {_load(result)}" for name, result in detailed]
+        ttfts = [(name, [x * 1000 for x in r["ttfts"] if x is not None]) for name, (_, r) in zip(names, detailed, strict=True)]
+        itls = [(name, [x * 1000 for gaps in r.get("itls", []) for x in gaps]) for name, (_, r) in zip(names, detailed, strict=True)]
         charts.append(svg.distribution("Time to first token", ttfts, x_label="milliseconds"))
         charts.append(svg.distribution("Inter-token latency", itls, x_label="milliseconds"))
-    return (
-        "<h2>Serving</h2>"
-        + (f'<div class="charts">{"".join(charts)}</div>' if charts else "")
-        + _html_table(["run", *_SERVING_COLUMNS.values()], [[_name(r), *(r.get(key) for key in _SERVING_COLUMNS)] for r in results])
-    )
+    return "<h2>Serving</h2>" + (f'<div class="charts">{"".join(charts)}</div>' if charts else "") + _serving_table(results)
+
+
+def _serving_table(results: Sequence[dict[str, Any]]) -> str:
+    """A row a run, without columns that no run has; settings are one where runs differ in them; an interrupted run says so."""
+    with_settings = any(result.get("serve_params") for result in results)
+    columns = {key: name for key, name in _SERVING_COLUMNS.items() if any(result.get(key) is not None for result in results)}
+    rows = [
+        [
+            _name(result) + (" (interrupted)" if result.get("interrupted") else ""),
+            *([_settings(result)] if with_settings else []),
+            *(result.get(key) for key in columns),
+        ]
+        for result in results
+    ]
+    return _html_table(["run", *(["settings"] if with_settings else []), *columns.values()], rows)
+
+
+def _settings(result: dict[str, Any]) -> str:
+    """The settings by which the runs of a sweep differ."""
+    params = result.get("serve_params")
+    return ", ".join(f"{key}={value}" for key, value in sorted(params.items())) if isinstance(params, dict) and params else "default"
+
+
+def _by_settings(results: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Complete runs that differ in their load only, by throughput: what one line may join."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for result in results:
+        if result.get("output_throughput") is not None and not result.get("interrupted"):
+            names = (result.get("label"), result.get("model_id"), _settings(result))
+            groups.setdefault(", ".join(str(name) for name in names if name), []).append(result)
+    # What all have in common says nothing in a legend.
+    if len({(of[0].get("label"), of[0].get("model_id")) for of in groups.values()}) == 1:
+        groups = {_settings(of[0]): of for of in groups.values()}
+    return {name: sorted(of, key=lambda result: float(result["output_throughput"])) for name, of in groups.items()}
+
+
+def _load_charts(groups: dict[str, list[dict[str, Any]]]) -> Iterable[str]:
+    """Latency against throughput, a line a setting; one chart for all latencies where there is one setting only."""
+    latencies = (("median_ttft_ms", "TTFT p50"), ("p99_ttft_ms", "TTFT p99"), ("median_e2el_ms", "E2EL p50"))
+    if not any(len(of) > 1 for of in groups.values()) and len(groups) < 2:
+        return
+    if len(groups) == 1:
+        (results,) = groups.values()
+        yield _latency_chart("Throughput and latency", [_curve(name, results, key) for key, name in latencies])
+    else:
+        for key, name in latencies:
+            yield _latency_chart(f"Throughput and {name}", [_curve(label, of, key) for label, of in groups.items()])
+    points = {name: [(1000 / r["median_tpot_ms"], r) for r in of if r.get("median_tpot_ms")] for name, of in groups.items()}
+    series = [
+        svg.Series(
+            "runs" if len(groups) == 1 else name, [(x, float(r["output_throughput"])) for x, r in of], "points", [_load(r) for _, r in of]
+        )
+        for name, of in points.items()
+    ]
+    yield svg.line_chart("Of one user and of all", series, x_label="tokens a second and user", y_label="tokens a second in all")
+
+
+def _latency_chart(title: str, series: Sequence[svg.Series]) -> str:
+    return svg.line_chart(title, series, x_label="output tokens a second", y_label="milliseconds")
+
+
+def _curve(name: str, results: Sequence[dict[str, Any]], key: str) -> svg.Series:
+    known = [result for result in results if result.get(key) is not None]
+    points = [(float(result["output_throughput"]), float(result[key])) for result in known]
+    return svg.Series(name, points, labels=[f"{_load(result)}: {result[key]:.1f} ms" for result in known])
 
 
 def _load(result: dict[str, Any]) -> str:
     """What was asked for, in a few characters."""
-    if result.get("max_concurrency") is not None:
-        return f"{result['max_concurrency']} at once"
-    rate = result.get("request_rate")
-    return "all at once" if rate in (None, "inf") else f"{rate:g} req/s"
+    rate, limit = result.get("request_rate"), result.get("max_concurrency")
+    parts = ([] if rate in (None, "inf") else [f"{rate:g} req/s"]) + ([] if limit is None else [f"{limit} at once"])
+    return ", ".join(parts) or "all at once"
 
 
 # ---------------------------------------------------------------------------------------------------- recordings

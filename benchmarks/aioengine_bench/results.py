@@ -17,7 +17,11 @@ from typing import Any
 import orjson
 
 from aioengine.errors import ConfigError
+from aioengine_bench.files import append_line, check_writable, unused, write_file
 
+_MAX_NAME_BYTES = 200  # of the 255 that a file system takes: the suffix, and the number of a second one, come on top
+_HIDDEN = "***"
+_SECRET_WORDS = ("token", "key", "apikey", "secret", "password", "passwd", "credential", "credentials")
 _LIBRARIES = ("torch", "triton", "transformers", "tokenizers", "numpy")
 
 
@@ -35,12 +39,34 @@ class SaveOptions:
     metadata: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def writes(self) -> bool:
-        return self.save or self.append or self.output_json is not None
+    def saves(self) -> bool:
+        """The result goes to a file: so it was said, or a file or folder was named."""
+        return self.save or self.append or self.filename is not None or self.folder is not None
 
     @property
     def claims_stdout(self) -> bool:
         return self.output_json == "-"
+
+    def path(self, default_name: str) -> Path:
+        return Path(self.folder or ".") / (self.filename or default_name)
+
+    def check(self, keys: Iterable[str], *, default_name: str) -> None:
+        """Raise ConfigError now for what would fail when the result, which has these keys, is saved."""
+        check_metadata(keys, self.metadata)
+        if not self.saves and self.output_json is None:
+            for flag, given in (
+                ("--save-detailed", self.detailed),
+                ("--metadata", bool(self.metadata)),
+                ("--label", self.label is not None),
+            ):
+                if given:
+                    raise ConfigError(
+                        f"{flag} changes nothing but the result, and none is written: add --save-result or --output-json FILE"
+                    )
+        if self.output_json is not None and not self.claims_stdout:
+            check_writable(Path(self.output_json))
+        if self.saves:
+            check_writable(self.path(default_name))
 
 
 def parse_metadata(items: Iterable[str]) -> dict[str, str]:
@@ -55,14 +81,24 @@ def parse_metadata(items: Iterable[str]) -> dict[str, str]:
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON can hold it: what is infinite or not a number becomes None, wherever it hides."""
+    """`value` as JSON can hold it, so that no result fails to be written.
+
+    What is infinite or not a number becomes None, wherever it hides; an integer of more than 64 bits becomes text, and so
+    does whatever JSON has no form for; half of a surrogate pair (a file name that is not UTF-8) is escaped.
+    """
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if isinstance(value, int):
+        return value if -(2**63) <= value < 2**64 else str(value)
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
+        return {plain(str(key)): plain(item) for key, item in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted((plain(item) for item in value), key=str)
+    if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
-    return value
+    return value if value is None else plain(str(value))
 
 
 def encode_result(result: Mapping[str, Any]) -> bytes:
@@ -70,12 +106,16 @@ def encode_result(result: Mapping[str, Any]) -> bytes:
     return orjson.dumps(plain(result))
 
 
-def with_metadata(result: dict[str, Any], metadata: Mapping[str, str]) -> dict[str, Any]:
-    """The result with the user's own keys. Raises ConfigError rather than overwrite a figure."""
-    taken = sorted(result.keys() & metadata.keys())
+def check_metadata(keys: Iterable[str], metadata: Mapping[str, str]) -> None:
+    """Raise ConfigError if the user's own keys are among `keys`, those of the result: no figure is overwritten."""
+    taken = sorted(set(keys) & metadata.keys())
     if taken:
         raise ConfigError(f"metadata must not use the result's own keys: {', '.join(taken)}")
-    return {**result, **metadata}
+
+
+def with_metadata(result: dict[str, Any], metadata: Mapping[str, str]) -> dict[str, Any]:
+    """The result with the user's own keys, which `SaveOptions.check` has seen; a figure is not overwritten even so."""
+    return {**metadata, **result}
 
 
 def environment() -> dict[str, Any]:
@@ -88,8 +128,34 @@ def environment() -> dict[str, Any]:
         "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         **{name: _version(name) for name in _LIBRARIES},
-        "command": " ".join(["aioengine", *sys.argv[1:]]),
+        "command": " ".join(["aioengine", *without_secrets(sys.argv[1:])]),
     }
+
+
+def without_secrets(arguments: Sequence[str]) -> list[str]:
+    """A command line that may be shown: the value of an option that carries a secret is left out.
+
+    So is the value of any other argument that is one of the environment's secrets.
+    """
+    hidden = {value for name, value in os.environ.items() if value and _is_secret(name)}
+    shown: list[str] = []
+    hide_next = False
+    for argument in arguments:
+        option, separator, _ = argument.partition("=")
+        is_option = argument.startswith("--")
+        if hide_next and not is_option:
+            shown.append(_HIDDEN)
+        elif is_option and separator and _is_secret(option):
+            shown.append(f"{option}={_HIDDEN}")
+        else:
+            shown.append(_HIDDEN if argument in hidden else argument)
+        hide_next = is_option and not separator and _is_secret(option)
+    return shown
+
+
+def _is_secret(name: str) -> bool:
+    words = re.split(r"[^a-z]+", name.lower())
+    return any(word in _SECRET_WORDS for word in words)
 
 
 def _version(name: str) -> str | None:
@@ -114,56 +180,44 @@ def timestamp() -> str:
 
 def file_name(parts: Sequence[str], date: str) -> str:
     """ "aioengine-2.0qps-smollm2-20261130-101500.json": no part can lead out of the folder."""
-    return "-".join([*(part for part in parts if part), date]).replace("/", "_").replace("\\", "_") + ".json"
+    name = "-".join([*(part for part in parts if part), date])
+    return re.sub(r"[^\w.,=+@ ()-]", "_", name).encode()[-_MAX_NAME_BYTES:].decode(errors="ignore") + ".json"
 
 
 def save_result(result: Mapping[str, Any], options: SaveOptions, *, default_name: str) -> Path | None:
     """Write the result where `options` say; returns the file, if there is one. Raises ConfigError.
 
-    A file is replaced as a whole or gets a whole line, so that there is never half a result in it.
+    A file is replaced as a whole or gets a whole line, so that there is never half a result in it. A name that nobody chose
+    is never that of an earlier result.
     """
     line = encode_result(result) + b"\n"
+    failures: list[str] = []
+    path = _save(line, options, default_name, failures) if options.saves else None
     if options.output_json == "-":
         sys.stdout.flush()
         sys.stdout.buffer.write(line)
         sys.stdout.buffer.flush()
     elif options.output_json is not None:
-        _write(Path(options.output_json), line)
-    if not (options.save or options.append):
-        return None
-    path = Path(options.folder or ".") / (options.filename or default_name)
-    if options.append:
-        _append(path, line)
-    else:
-        _write(path, line)
+        try:
+            write_file(Path(options.output_json), line)
+        except ConfigError as exc:
+            failures.append(str(exc))
+    if failures:
+        raise ConfigError("; ".join(failures))
     return path
 
 
-def _write(path: Path, content: bytes) -> None:
+def _save(line: bytes, options: SaveOptions, default_name: str, failures: list[str]) -> Path:
+    path = options.path(default_name)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        partial.write_bytes(content)
-        partial.replace(path)
-    except OSError as exc:
-        raise ConfigError(f"cannot write {path}: {exc.strerror}") from exc
-
-
-def _append(path: Path, line: bytes) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab+") as file:
-            if file.tell() and not _ends_with_newline(path):
-                line = b"\n" + line
-            file.write(line)
-    except OSError as exc:
-        raise ConfigError(f"cannot append to {path}: {exc.strerror}") from exc
-
-
-def _ends_with_newline(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
+        if options.append:
+            append_line(path, line)
+        else:
+            path = path if options.filename is not None else unused(path)
+            write_file(path, line)
+    except ConfigError as exc:
+        failures.append(str(exc))
+    return path
 
 
 def read_results(path: str | Path) -> list[dict[str, Any]]:

@@ -12,11 +12,11 @@ from typing import Any
 from aioengine.config import EngineConfig
 from aioengine.engine.async_engine import AsyncEngine
 from aioengine.engine.publishing import PublishOptions
-from aioengine.errors import ConfigError
+from aioengine.errors import AioEngineError, ConfigError
 from aioengine_bench import console
 from aioengine_bench.arrivals import ArrivalProcess
 from aioengine_bench.client import Client, EngineClient, SamplingSpec
-from aioengine_bench.datasets import BenchRequest, DatasetSpec, load_dataset
+from aioengine_bench.datasets import BenchRequest, DatasetSpec, check_lengths, load_dataset
 from aioengine_bench.host import Host
 from aioengine_bench.load import LoadGenerator, LoadResult
 from aioengine_bench.metrics import METRICS, SLO_METRICS, details, percentile_name, summarize
@@ -123,7 +123,7 @@ async def run_load(settings: ServeSettings, client: Client, requests: Sequence[B
 
 
 def make_result(
-    settings: ServeSettings, load: LoadResult, *, model_id: str, date: str, rps_changes: list[dict[str, Any]]
+    settings: ServeSettings, load: LoadResult, *, num_requests: int, date: str, rps_changes: Sequence[dict[str, Any]] = ()
 ) -> dict[str, Any]:
     """The run under vLLM's keys, in vLLM's order; what only this tool has comes after."""
     ramp = settings.arrivals.ramp_up
@@ -136,9 +136,9 @@ def make_result(
         "endpoint_type": BACKEND,
         "backend": BACKEND,
         "label": settings.save.label,
-        "model_id": model_id,
-        "tokenizer_id": settings.config.tokenizer or model_id,
-        "num_prompts": settings.dataset.num_prompts,
+        "model_id": settings.config.model,
+        "tokenizer_id": settings.config.tokenizer or settings.config.model,
+        "num_prompts": num_requests,
         "request_rate": "inf" if math.isinf(rate) else rate,
         "burstiness": "inf" if math.isinf(settings.arrivals.burstiness) else settings.arrivals.burstiness,
         "max_concurrency": settings.max_concurrency,
@@ -146,7 +146,7 @@ def make_result(
         "ramp_up_start_rps": ramp.start_rps if ramp else None,
         "ramp_up_end_rps": ramp.end_rps if ramp else None,
         **summary,
-        "rps_change_events": rps_changes,
+        "rps_change_events": list(rps_changes),
         "benchmark": "serve",
         "dataset_name": settings.dataset.label,
         "interrupted": load.interrupted,
@@ -155,6 +155,24 @@ def make_result(
     if settings.save.detailed:
         result.update(details(load.records))
     return result
+
+
+def result_keys(settings: ServeSettings) -> list[str]:
+    """The keys of every result of these settings."""
+    nothing = make_result(settings, LoadResult([], 0.0, 0.0), num_requests=0, date="")
+    return [*nothing, "num_preemptions", "engine", "environment"]
+
+
+def check_some_completed(result: Mapping[str, Any], what: str) -> None:
+    """Raise AioEngineError if all requests failed: the result, which is saved, is no measurement."""
+    if result["failed"] and not result["completed"]:
+        raise AioEngineError(f"{what}: none of {result['failed']} requests was completed: {describe_reasons(result['failure_reasons'])}")
+
+
+def describe_reasons(reasons: Mapping[str, int], *, most: int = 3) -> str:
+    """ "3 x RequestFailed: ...; 1 x ..." """
+    texts = [f"{count} x {reason}" for reason, count in reasons.items()]
+    return "; ".join(texts[:most]) + (f"; and {len(texts) - most} other reasons" if len(texts) > most else "")
 
 
 def engine_settings(engine: AsyncEngine) -> dict[str, Any]:
@@ -176,17 +194,22 @@ def engine_settings(engine: AsyncEngine) -> dict[str, Any]:
 async def serve(settings: ServeSettings, host: Host) -> bool:
     """Run, print, save. True if it was interrupted: the result, saved all the same, is partial. Raises ConfigError."""
     date = timestamp()
+    settings.save.check(result_keys(settings), default_name=default_file_name(settings, date))
     async with host.started_engine(settings.config, settings.publish) as engine:
         requests = load_dataset(settings.dataset, engine.tokenizer, vocab_size=engine.model_info.vocab_size)
+        check_lengths(requests, engine.resolved_config.scheduler.max_model_len)
         times = due_times(settings, requests)
         client = EngineClient(engine, settings.sampling)
         await warm_up(client, requests, settings.num_warmups)
         load = await run_load(settings, client, requests)
         stats = engine.stats()
-        result = make_result(
-            settings, load, model_id=settings.config.model, date=date, rps_changes=settings.arrivals.rps_changes(times)
-        ) | {"num_preemptions": stats.num_preemptions, "engine": engine_settings(engine), "environment": environment()}
+        result = make_result(settings, load, num_requests=len(requests), date=date, rps_changes=settings.arrivals.rps_changes(times)) | {
+            "num_preemptions": stats.num_preemptions,
+            "engine": engine_settings(engine),
+            "environment": environment(),
+        }
     report(settings, result)
+    check_some_completed(result, "serve")
     return load.interrupted
 
 
@@ -194,9 +217,10 @@ def report(settings: ServeSettings, result: dict[str, Any]) -> None:
     out = console.output_stream(stdout_is_taken=settings.save.claims_stdout)
     print(console.serving_block(result, settings.metrics, [percentile_name(p) for p in settings.percentiles]), file=out)
     if settings.max_concurrency is not None:
-        print("Latencies count from the send: waiting for --max-concurrency is not in them (client_queue_times has it).", file=out)
+        waited = console.number(result["median_client_queue_time_ms"])
+        print(f"Latencies count from the send: waiting for --max-concurrency is not in them (median {waited} ms).", file=out)
     if result["interrupted"]:
-        print(f"Interrupted: {result['completed']} of {settings.dataset.num_prompts} requests were completed.", file=out)
+        print(f"Interrupted: {result['completed']} of {result['num_prompts']} requests were completed.", file=out)
     path = save_result(
         with_metadata(result, settings.save.metadata), settings.save, default_name=default_file_name(settings, result["date"])
     )

@@ -9,6 +9,7 @@ from html import escape
 from typing import Literal
 
 WIDTH, HEIGHT = 640, 320
+_CHAR_WIDTH = 6.3  # of the small print, on average; the page's own font is not known here
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 16, 34, 46
 
 # Okabe and Ito's colours, which people with any colour vision can tell apart; dashes repeat the distinction.
@@ -90,10 +91,11 @@ def _frame(x: _Axis, y: _Axis, x_label: str, y_label: str) -> Iterator[str]:
 
 def line_chart(title: str, series: Sequence[Series], *, x_label: str, y_label: str, y_from_zero: bool = True) -> str:
     """One curve a series. Series without points are named in the legend all the same."""
+    columns = _legend_columns([one.name for one in series])
     xs = [point[0] for one in series for point in one.points]
     ys = [point[1] for one in series for point in one.points]
     x = _axis(xs, _LEFT, WIDTH - _RIGHT, from_zero=False)
-    y = _axis(ys, HEIGHT - _BOTTOM, _TOP + 14 * ((len(series) + 2) // 3), from_zero=y_from_zero)
+    y = _axis(ys, HEIGHT - _BOTTOM, _TOP + 14 * math.ceil(len(series) / columns), from_zero=y_from_zero)
     parts = [_open(title), *_frame(x, y, x_label, y_label)]
     for index, one in enumerate(series):
         color, dash = COLORS[index % len(COLORS)], _DASHES[index % len(_DASHES)]
@@ -106,10 +108,17 @@ def line_chart(title: str, series: Sequence[Series], *, x_label: str, y_label: s
             names = one.labels or [f"{_number(px)}, {_number(py)}" for px, py in one.points]
             for (px, py), name in zip(placed, names, strict=True):
                 parts.append(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3.2" fill="{color}"><title>{escape(name)}</title></circle>')
-        legend_x, legend_y = _LEFT + (index % 3) * 190, _TOP + 14 * (index // 3)
+        legend_x = _LEFT + (index % columns) * (WIDTH - _LEFT) // columns
+        legend_y = _TOP + 14 * (index // columns)
         parts.append(f'<line x1="{legend_x}" x2="{legend_x + 22}" y1="{legend_y}" y2="{legend_y}" stroke="{color}" stroke-width="2" ')
         parts.append(f'stroke-dasharray="{dash}"/><text x="{legend_x + 27}" y="{legend_y + 4}" class="tick">{escape(one.name)}</text>')
     return "".join([*parts, "</svg>"])
+
+
+def _legend_columns(names: Sequence[str]) -> int:
+    """As many as the longest name leaves room for."""
+    longest = 34 + _CHAR_WIDTH * max((len(name) for name in names), default=0)
+    return max(1, min(3, int((WIDTH - _LEFT) / longest)))
 
 
 def _path(points: Sequence[tuple[float, float]], style: Style) -> str:
@@ -134,16 +143,23 @@ def distribution(title: str, series: Sequence[tuple[str, Sequence[float]]], *, x
 def bar_chart(title: str, bars: Sequence[tuple[str, float]], *, x_label: str) -> str:
     """One horizontal bar a name, with its figure."""
     height = _TOP + 26 * len(bars) + _BOTTOM
-    x = _axis([value for _, value in bars], 190, WIDTH - 80, from_zero=True)
+    left = min(WIDTH / 2, 24 + _CHAR_WIDTH * max((len(name) for name, _ in bars), default=0))
+    x = _axis([value for _, value in bars], left, WIDTH - 80, from_zero=True)
     parts = [_open(title, height)]
     for index, (name, value) in enumerate(bars):
         top = _TOP + 26 * index
         width = max(0.0, x.place(value) - x.start)
-        parts.append(f'<text x="184" y="{top + 14}" class="tick end">{escape(name)}</text>')
+        parts.append(f'<text x="{left - 6:.1f}" y="{top + 14}" class="tick end">{escape(_shortened(name, left))}</text>')
         parts.append(f'<rect x="{x.start}" y="{top}" width="{width:.1f}" height="19" fill="{COLORS[index % len(COLORS)]}"/>')
         parts.append(f'<text x="{x.start + width + 6:.1f}" y="{top + 14}" class="tick">{_number(value)}</text>')
     parts.append(f'<text x="{(x.start + x.end) / 2}" y="{height - 16}" class="label middle">{escape(x_label)}</text>')
     return "".join([*parts, "</svg>"])
+
+
+def _shortened(name: str, pixels: float) -> str:
+    """The end of a name that is too long goes: better than its beginning, off the picture."""
+    most = int((pixels - 12) / _CHAR_WIDTH)
+    return name if len(name) <= most else name[: most - 1] + "…"
 
 
 def timeline(title: str, intervals: Sequence[Interval], *, x_label: str) -> str:

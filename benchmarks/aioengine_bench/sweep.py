@@ -1,12 +1,14 @@
 """`aioengine bench sweep`: the same requests at many loads, on engines with different settings, several times each.
 
 One engine serves all loads of a combination of settings; its prefix cache is reset before every run. Each run is a file
-of its own in the result folder, so that an interrupted sweep goes on with `--resume` where it stopped.
+of its own in the result folder, so that an interrupted sweep goes on with `--resume` where it stopped. A file says what it
+was made from (`identity.py`); it is taken for no other run, and no other run overwrites it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import glob
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,14 +23,21 @@ from aioengine.errors import ConfigError
 from aioengine_bench import console
 from aioengine_bench.arrivals import ArrivalProcess
 from aioengine_bench.client import EngineClient
-from aioengine_bench.datasets import BenchRequest, load_dataset
+from aioengine_bench.datasets import BenchRequest, check_lengths, load_dataset
+from aioengine_bench.files import check_writable, write_file
 from aioengine_bench.host import Host
+from aioengine_bench.identity import identity_hash, run_identity
+from aioengine_bench.metrics import median_run
 from aioengine_bench.report import Input, make_page
-from aioengine_bench.results import environment, read_results, save_result, timestamp, with_metadata
-from aioengine_bench.serve import ServeSettings, engine_settings, make_result, run_load, warm_up
+from aioengine_bench.results import SaveOptions, environment, file_name, read_results, save_result, timestamp, with_metadata
+from aioengine_bench.serve import ServeSettings, check_some_completed, engine_settings, make_result, result_keys, run_load, warm_up
 
 _NUM_SATURATION_RATES = 6
+# A run of finite length ends with requests that are still being answered: the rate it reaches is a little below what was offered.
+_KEPT_UP_SHARE = 0.9
+_SUMMARY_KEYS = ("date", "benchmark", "model_id", "dataset_name", "num_runs", "interrupted", "rows", "saturation", "environment")
 _DEFAULT_FOLDER = "sweep"
+_SUMMARY = "summary.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +49,9 @@ class Load:
 
     @property
     def label(self) -> str:
-        if self.max_concurrency is not None:
-            return f"concurrency={self.max_concurrency}"
-        return "all-at-once" if math.isinf(self.request_rate) else f"rate={self.request_rate:.4g}"
+        parts = [] if math.isinf(self.request_rate) else [f"rate={self.request_rate:.4g}"]
+        parts += [] if self.max_concurrency is None else [f"concurrency={self.max_concurrency}"]
+        return ",".join(parts) or "all-at-once"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +70,30 @@ class SweepSettings:
     def __post_init__(self) -> None:
         if self.num_runs < 1:
             raise ConfigError(f"num_runs must be at least 1, got {self.num_runs}")
-        if self.find_saturation and (self.request_rates or self.max_concurrencies):
-            raise ConfigError("--find-saturation chooses the loads itself: leave out --request-rates and --max-concurrencies")
+        base_rate, base_limit = self.base.arrivals.request_rate, self.base.max_concurrency
+        chosen = {
+            "--request-rates": bool(self.request_rates),
+            "--max-concurrencies": bool(self.max_concurrencies),
+            "--request-rate": math.isfinite(base_rate),
+            "--max-concurrency": base_limit is not None,
+        }
+        if self.find_saturation and any(chosen.values()):
+            given = ", ".join(name for name, is_given in chosen.items() if is_given)
+            raise ConfigError(f"--find-saturation chooses the loads itself: leave out {given}")
+        if self.request_rates and math.isfinite(base_rate):
+            raise ConfigError(f"--request-rates and --request-rate ({base_rate:g}) say the same thing twice: give one of them")
+        if self.max_concurrencies and base_limit is not None:
+            raise ConfigError(f"--max-concurrencies and --max-concurrency ({base_limit}) say the same thing twice: give one of them")
         for rate in self.request_rates:
             ArrivalProcess(request_rate=rate)
+        for limit in self.max_concurrencies:
+            dataclasses.replace(self.base, max_concurrency=limit)  # which checks it
         if self.base.arrivals.ramp_up is not None:
             raise ConfigError("a sweep takes rates or concurrencies, not a ramp-up")
+        if self.base.publish.record is not None and len(self.serve_params) > 1:
+            raise ConfigError(f"--record {self.base.publish.record}: each of the {len(self.serve_params)} engines would begin it anew")
+        if self.base.save.append:
+            raise ConfigError("--append-result: a sweep writes one file a run and a summary, to which nothing is added")
 
     @property
     def folder(self) -> Path:
@@ -76,8 +103,9 @@ class SweepSettings:
         """The loads that are known before anything has run."""
         if self.find_saturation:
             return [Load(max_concurrency=1), Load()]
-        given = [Load(request_rate=rate) for rate in self.request_rates] + [Load(max_concurrency=n) for n in self.max_concurrencies]
-        return given or [Load(self.base.arrivals.request_rate, self.base.max_concurrency)]
+        rate, limit = self.base.arrivals.request_rate, self.base.max_concurrency
+        given = [Load(one, limit) for one in self.request_rates] + [Load(rate, one) for one in self.max_concurrencies]
+        return given or [Load(rate, limit)]
 
 
 def parse_serve_params(text: str | None) -> list[dict[str, Any]]:
@@ -102,10 +130,10 @@ def parse_serve_params(text: str | None) -> list[dict[str, Any]]:
     return params
 
 
-def run_name(params: Mapping[str, Any], load: Load, run: int) -> str:
-    """The file of a run: told apart by everything that tells runs apart."""
+def run_name(params: Mapping[str, Any], load: Load, run: int, identity: str) -> str:
+    """The file of a run. What a person looks for comes first; `identity` tells apart whatever else can differ."""
     parts = [f"{key}={value}" for key, value in sorted(params.items())]
-    return "_".join(["sweep", *parts, load.label, f"run{run}"]).replace("/", "-") + ".json"
+    return file_name(["_".join(["sweep", *parts, load.label, f"run{run}"])], identity)
 
 
 def saturation_rates(sequential_rate: float, capacity: float) -> list[float]:
@@ -116,9 +144,21 @@ def saturation_rates(sequential_rate: float, capacity: float) -> list[float]:
 
 
 def median_result(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of the repeats of one combination the one in the middle by output throughput, whole."""
-    ordered = sorted(results, key=lambda result: result["output_throughput"] or 0.0)
-    return ordered[(len(ordered) - 1) // 2]
+    """Of the repeats of one combination the median by output throughput; interrupted ones count if there are no others."""
+    complete = [result for result in results if not result.get("interrupted")]
+    return median_run(complete or results, "output_throughput")
+
+
+def saturation_point(medians: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The highest offered rate that the engine kept up with: it completed nearly as many requests a second. None: at no rate."""
+    kept = [
+        result
+        for result in medians
+        if isinstance(result["request_rate"], (int, float))
+        and (result["request_throughput"] or 0.0) >= _KEPT_UP_SHARE * result["request_rate"]
+    ]
+    best = max(kept, key=lambda result: float(result["request_rate"]), default=None)
+    return None if best is None else {key: best[key] for key in ("request_rate", "request_throughput", "output_throughput")}
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -136,6 +176,7 @@ class Sweep:
     def __init__(self, settings: SweepSettings) -> None:
         self.settings = settings
         self.results: dict[tuple[str, str], list[dict[str, Any]]] = {}  # (settings, load) -> the repeats
+        self.saturation: dict[str, dict[str, Any] | None] = {}  # by settings, where it was looked for
         self.interrupted = False
 
     async def run(self, host: Host) -> None:
@@ -150,7 +191,7 @@ class Sweep:
     async def _run_engine(self, engine: AsyncEngine, params: Mapping[str, Any]) -> None:
         base = self.settings.base
         requests = load_dataset(base.dataset, engine.tokenizer, vocab_size=engine.model_info.vocab_size)
-        await warm_up(EngineClient(engine, base.sampling), requests, base.num_warmups)
+        check_lengths(requests, engine.resolved_config.scheduler.max_model_len)
         for load in self.settings.loads():
             await self._run_load(engine, params, load, requests)
         if self.settings.find_saturation and not self.interrupted:
@@ -160,45 +201,72 @@ class Sweep:
             if capacity > 0:
                 for rate in saturation_rates(sequential, capacity):
                     await self._run_load(engine, params, Load(request_rate=rate), requests)
+                self.saturation[key] = saturation_point([one for params_, _, one in self.medians() if params_ == key])
 
     async def _run_load(self, engine: AsyncEngine, params: Mapping[str, Any], load: Load, requests: Sequence[BenchRequest]) -> None:
         repeats = self.results.setdefault((_params_label(params), load.label), [])
+        is_warm = False
         for run in range(1, self.settings.num_runs + 1):
             if self.interrupted:
                 return
-            name = run_name(params, load, run)
-            done = self._finished_result(name)
-            repeats.append(done if done is not None else await self._run_once(engine, params, load, requests, name, seed=run))
+            settings = self._run_settings(params, load, seed=run)
+            made_from = run_identity(settings, seed=run)
+            name = run_name(params, load, run, identity_hash(made_from))
+            result = self._finished_result(name, made_from)
+            if result is None:
+                if not is_warm:
+                    await warm_up(EngineClient(engine, settings.sampling), requests, settings.num_warmups)
+                    is_warm = True
+                result = await self._run_once(engine, params, settings, requests, made_from, name)
+            repeats.append(result)
 
-    def _finished_result(self, name: str) -> dict[str, Any] | None:
-        path = self.settings.folder / name
-        if not self.settings.resume or not path.exists():
-            return None
-        (result, *_) = read_results(path)
-        return None if result.get("interrupted") else result
-
-    async def _run_once(
-        self, engine: AsyncEngine, params: Mapping[str, Any], load: Load, requests: Sequence[BenchRequest], name: str, *, seed: int
-    ) -> dict[str, Any]:
+    def _run_settings(self, params: Mapping[str, Any], load: Load, *, seed: int) -> ServeSettings:
+        """What one run is: the base settings with its load. Another seed a run: repeats of one arrival pattern would not show
+        what the pattern does.
+        """
         base = self.settings.base
-        arrivals = ArrivalProcess(request_rate=load.request_rate, burstiness=base.arrivals.burstiness)
-        # Another seed a run: repeats of one arrival pattern would not show what the pattern does.
-        settings = dataclasses.replace(
+        return dataclasses.replace(
             base,
-            arrivals=arrivals,
+            config=dataclasses.replace(base.config, **params),
+            arrivals=ArrivalProcess(request_rate=load.request_rate, burstiness=base.arrivals.burstiness),
             max_concurrency=load.max_concurrency,
             dataset=dataclasses.replace(base.dataset, seed=base.dataset.seed + seed),
-            save=dataclasses.replace(base.save, save=True, folder=str(self.settings.folder), filename=name, output_json=None),
+            save=dataclasses.replace(base.save, save=True, folder=str(self.settings.folder), filename=None, output_json=None),
         )
+
+    def _finished_result(self, name: str, made_from: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The latest complete result of exactly this run, if the sweep is resumed and there is one."""
+        if not self.settings.resume:
+            return None
+        stem = name.removesuffix(".json")
+        for path in sorted(self.settings.folder.glob(f"{glob.escape(stem)}*.json"), key=lambda path: path.stat().st_mtime_ns, reverse=True):
+            try:
+                result = read_results(path)[0]
+            except ConfigError:  # made by a run that was killed: empty
+                continue
+            if result.get("made_from") == made_from and not result.get("interrupted"):
+                return result
+        return None
+
+    async def _run_once(
+        self,
+        engine: AsyncEngine,
+        params: Mapping[str, Any],
+        settings: ServeSettings,
+        requests: Sequence[BenchRequest],
+        made_from: dict[str, Any],
+        name: str,
+    ) -> dict[str, Any]:
         engine.reset_prefix_cache()
-        outcome = await run_load(settings, EngineClient(engine, base.sampling), requests)
+        outcome = await run_load(settings, EngineClient(engine, settings.sampling), requests)
         self.interrupted = outcome.interrupted
-        result = make_result(settings, outcome, model_id=base.config.model, date=timestamp(), rps_changes=[]) | {
+        result = make_result(settings, outcome, num_requests=len(requests), date=timestamp()) | {
             "serve_params": dict(params),
+            "made_from": made_from,
             "engine": engine_settings(engine),
             "environment": environment(),
         }
-        save_result(with_metadata(result, base.save.metadata), settings.save, default_name=name)
+        save_result(with_metadata(result, settings.save.metadata), settings.save, default_name=name)
         return result
 
     def medians(self) -> list[tuple[str, str, dict[str, Any]]]:
@@ -221,10 +289,17 @@ async def sweep(settings: SweepSettings, host: Host) -> bool:
             print(f"then {_NUM_SATURATION_RATES} rates between the two, for each setting", file=out)
         return False
     date = timestamp()
+    save = _summary_options(settings)
+    save.check(_SUMMARY_KEYS, default_name=_SUMMARY)
+    dataclasses.replace(save, output_json=None).check([*result_keys(settings.base), "serve_params", "made_from"], default_name=_SUMMARY)
+    page = settings.folder / "report.html"
+    check_writable(page)
     state = Sweep(settings)
     await state.run(host)
     medians = state.medians()
     print(_table(medians), file=out)
+    for label, point in state.saturation.items():
+        print(_saturation_line(label, point), file=out)
     result = {
         "date": date,
         "benchmark": "sweep",
@@ -233,14 +308,31 @@ async def sweep(settings: SweepSettings, host: Host) -> bool:
         "num_runs": settings.num_runs,
         "interrupted": state.interrupted,
         "rows": [{"settings": params, "load": load, **_row(one)} for params, load, one in medians],
+        "saturation": state.saturation,
         "environment": environment(),
     }
-    save = dataclasses.replace(settings.base.save, save=True, folder=str(settings.folder), filename="summary.json")
-    path = save_result(with_metadata(result, settings.base.save.metadata), save, default_name="summary.json")
-    page = settings.folder / "report.html"
-    page.write_text(make_page([Input("sweep", [one for _, _, one in medians])], title="aioengine sweep"), encoding="utf-8")
+    path = save_result(with_metadata(result, save.metadata), save, default_name=_SUMMARY)
+    write_file(page, make_page([Input("sweep", [one for _, _, one in medians])], title="aioengine sweep").encode())
     print(f"Saved to {path} and {page}", file=out)
+    if state.interrupted:
+        print("Interrupted: --resume goes on with the runs that are missing.", file=out)
+    for label, load_label, one in medians:
+        check_some_completed(one, f"{label}, {load_label}")
     return state.interrupted
+
+
+def _summary_options(settings: SweepSettings) -> SaveOptions:
+    """The summary is written anew each time, from files that are all kept."""
+    save = settings.base.save
+    return dataclasses.replace(save, save=True, folder=str(settings.folder), filename=save.filename or _SUMMARY)
+
+
+def _saturation_line(params: str, point: Mapping[str, Any] | None) -> str:
+    if point is None:
+        return f"Saturation ({params}): below the lowest rate that was tried"
+    offered, reached = (console.number(point[key]) for key in ("request_rate", "request_throughput"))
+    tokens = console.number(point["output_throughput"], 1)
+    return f"Saturation ({params}): the engine kept up with {offered} requests/s ({reached} completed, {tokens} tok/s), and with none above"
 
 
 _ROW_KEYS = (
@@ -258,7 +350,8 @@ _ROW_KEYS = (
 
 def _row(result: Mapping[str, Any]) -> dict[str, Any]:
     tpot = result.get("median_tpot_ms")
-    return {key: result.get(key) for key in _ROW_KEYS} | {"tokens_per_s_per_user": 1000 / tpot if tpot else None}
+    figures = {key: result.get(key) for key in _ROW_KEYS}
+    return figures | {"tokens_per_s_per_user": 1000 / tpot if tpot else None, "interrupted": result.get("interrupted", False)}
 
 
 def _table(medians: Sequence[tuple[str, str, dict[str, Any]]]) -> str:
@@ -282,7 +375,8 @@ def _table(medians: Sequence[tuple[str, str, dict[str, Any]]]) -> str:
     for params, load, result in medians:
         row = _row(result)
         star = " *" if points[params, load] in front else ""
-        rows.append([params, load + star, *(console.number(row[key]) for key in (*_ROW_KEYS, "tokens_per_s_per_user"))])
+        cut = " (interrupted)" if row["interrupted"] else ""
+        rows.append([params, load + star + cut, *(console.number(row[key]) for key in (*_ROW_KEYS, "tokens_per_s_per_user"))])
     return (
         console.table(columns, rows)
         + "\n* none is better in both tokens a second in all and for each user; latencies in ms, medians of the runs"

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from aioengine.config import EngineConfig
 from aioengine.engine.publishing import PublishOptions
+from aioengine.errors import ConfigError
 from aioengine_bench import console
 from aioengine_bench.client import EngineClient, SamplingSpec
-from aioengine_bench.datasets import DatasetSpec, load_dataset
+from aioengine_bench.datasets import DatasetSpec, check_lengths, load_dataset
 from aioengine_bench.host import Host
 from aioengine_bench.load import LoadGenerator, LoadResult
-from aioengine_bench.metrics import details, percentile
+from aioengine_bench.metrics import count_reasons, details, median_run, percentile
 from aioengine_bench.results import SaveOptions, environment, file_name, save_result, timestamp, with_metadata
-from aioengine_bench.serve import engine_settings, warm_up
+from aioengine_bench.serve import check_some_completed, describe_reasons, engine_settings, warm_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +32,11 @@ class ThroughputSettings:
     stream: bool = False
     publish: PublishOptions = field(default_factory=PublishOptions)
     disable_progress: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_runs", 1), ("num_warmups", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
 
 
 def run_figures(load: LoadResult) -> dict[str, Any]:
@@ -52,52 +59,61 @@ def run_figures(load: LoadResult) -> dict[str, Any]:
         "total_cached_tokens": sum(record.num_cached_tokens for record in done),
         "failed": sum(record.outcome == "failed" for record in load.records),
         "aborted": sum(record.outcome == "aborted" for record in load.records),
+        "failure_reasons": count_reasons(load.records),
         "interrupted": load.interrupted,
     }
 
 
-def median_run(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The run in the middle by elapsed time, whole: figures of different runs are not mixed. Complete runs go first."""
-    complete = [run for run in runs if not run["interrupted"]] or runs
-    return sorted(complete, key=lambda run: run["elapsed_time"])[(len(complete) - 1) // 2]
+def make_result(settings: ThroughputSettings, runs: Sequence[LoadResult], *, date: str, engine: Mapping[str, Any]) -> dict[str, Any]:
+    """The median run by elapsed time; complete runs go before interrupted ones."""
+    figures = [run_figures(run) for run in runs]
+    complete = [run for run in figures if not run["interrupted"]] or figures
+    result = {
+        **median_run(complete, "elapsed_time"),
+        "date": date,
+        "benchmark": "throughput",
+        "model_id": settings.config.model,
+        "dataset_name": settings.dataset.label,
+        "interrupted": runs[-1].interrupted,
+        "runs": figures,
+        "engine": engine,
+        "environment": environment(),
+    }
+    return result | (details(runs[-1].records) if settings.save.detailed else {})
 
 
 async def throughput(settings: ThroughputSettings, host: Host) -> bool:
     """Run, print, save. True if it was interrupted: the result, saved all the same, is partial. Raises ConfigError."""
     date = timestamp()
-    runs: list[dict[str, Any]] = []
-    load: LoadResult | None = None
+    keys = make_result(settings, [LoadResult([], 0.0, 0.0)], date=date, engine={})
+    settings.save.check(keys, default_name=_default_name(settings, date))
+    runs: list[LoadResult] = []
     async with host.started_engine(settings.config, settings.publish) as engine:
         requests = load_dataset(settings.dataset, engine.tokenizer, vocab_size=engine.model_info.vocab_size)
+        if any(request.arrival_time is not None for request in requests):
+            raise ConfigError(f"the dataset {settings.dataset.label!r} brings its own arrival times: use `aioengine bench serve`")
+        check_lengths(requests, engine.resolved_config.scheduler.max_model_len)
         client = EngineClient(engine, settings.sampling, final_only=not settings.stream)
         await warm_up(client, requests, settings.num_warmups)
         for number in range(settings.num_runs):
             engine.reset_prefix_cache()
             name = "throughput" if settings.num_runs == 1 else f"run {number + 1} of {settings.num_runs}"
             with console.progress_bar(len(requests), description=name, disable=settings.disable_progress) as bar:
-                load = await LoadGenerator(client, on_done=lambda record: bar.update()).run(requests, [0.0] * len(requests))
-            runs.append(run_figures(load))
-            if load.interrupted:
+                runs.append(await LoadGenerator(client, on_done=lambda record: bar.update()).run(requests, [0.0] * len(requests)))
+            if runs[-1].interrupted:
                 break
-        result: dict[str, Any] = {
-            **median_run(runs),
-            "date": date,
-            "benchmark": "throughput",
-            "model_id": settings.config.model,
-            "dataset_name": settings.dataset.label,
-            "interrupted": runs[-1]["interrupted"],
-            "runs": runs,
-            "engine": engine_settings(engine),
-            "environment": environment(),
-        }
-    assert load is not None
-    if settings.save.detailed:
-        result.update(details(load.records))
-    _report(settings, result)
-    return load.interrupted
+        result = make_result(settings, runs, date=date, engine=engine_settings(engine))
+    _report(settings, result, num_requests=len(requests))
+    for figures in result["runs"]:
+        check_some_completed({**figures, "completed": figures["num_requests"]}, "throughput")
+    return runs[-1].interrupted
 
 
-def _report(settings: ThroughputSettings, result: dict[str, Any]) -> None:
+def _default_name(settings: ThroughputSettings, date: str) -> str:
+    return file_name([settings.save.label or "throughput", settings.config.model.rstrip("/").rsplit("/", 1)[-1]], date)
+
+
+def _report(settings: ThroughputSettings, result: dict[str, Any], *, num_requests: int) -> None:
     out = console.output_stream(stdout_is_taken=settings.save.claims_stdout)
     runs = result["runs"]
     lines = [
@@ -118,8 +134,12 @@ def _report(settings: ThroughputSettings, result: dict[str, Any]) -> None:
         spread = f"{console.number(percentile(rates, 0))} - {console.number(percentile(rates, 100))}"
         lines.append(console.line(f"Output tok/s of {len(runs)} runs (median above)", spread))
     lines.append("=" * len(lines[0]))
+    if result["failure_reasons"]:
+        lines.append(f"Not completed: {describe_reasons(result['failure_reasons'])}")
+    if result["interrupted"]:
+        lines.append(f"Interrupted in run {len(runs)} of {settings.num_runs}: {runs[-1]['num_requests']} of {num_requests} were completed.")
     print("\n".join(lines), file=out)
-    name = file_name([settings.save.label or "throughput", settings.config.model.rstrip("/").rsplit("/", 1)[-1]], result["date"])
-    path = save_result(with_metadata(result, settings.save.metadata), settings.save, default_name=name)
+    default_name = _default_name(settings, result["date"])
+    path = save_result(with_metadata(result, settings.save.metadata), settings.save, default_name=default_name)
     if path is not None:
         print(f"Saved to {path}", file=out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import math
 import signal
@@ -17,13 +18,16 @@ import pytest
 
 from aioengine.cli import main
 from aioengine.config import EngineConfig
-from aioengine.errors import ConfigError
+from aioengine.errors import AioEngineError, ConfigError
+from aioengine.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
 from aioengine_bench.arrivals import ArrivalProcess
+from aioengine_bench.client import RequestFailed, check_complete
 from aioengine_bench.datasets import DatasetSpec
 from aioengine_bench.latency import LatencySettings, latency
+from aioengine_bench.load import LoadResult
 from aioengine_bench.results import SaveOptions, read_results
 from aioengine_bench.serve import ServeSettings, default_file_name, parse_goodput, parse_list, parse_percentiles, serve
-from aioengine_bench.throughput import ThroughputSettings, median_run, throughput
+from aioengine_bench.throughput import ThroughputSettings, make_result, throughput
 from tests.bench.conftest import FakeHost
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -154,6 +158,80 @@ async def test_requests_that_cannot_be_served_are_counted_and_shown(
     assert "InvalidRequestError" in result["errors"][1]
 
 
+async def test_a_run_without_any_success_is_a_failure_with_its_reasons(
+    make_host: MakeHost, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "custom.jsonl"
+    path.write_text(json.dumps({"prompt": "x" * 5000, "output_tokens": 3}))
+    dataset = DatasetSpec(name="custom", path=str(path), num_prompts=4)
+    save = SaveOptions(save=True, folder=str(tmp_path / "out"))
+    for run in (
+        serve(ServeSettings(config=CONFIG, dataset=dataset, save=save, num_warmups=0), make_host().host()),
+        throughput(ThroughputSettings(config=CONFIG, dataset=dataset, save=save, num_warmups=0), make_host().host()),
+    ):
+        with pytest.raises(AioEngineError, match=r"none of 4 requests was completed: 4 x InvalidRequestError: .*5000|5001"):
+            await run
+    for result in map(read_results, files_in(tmp_path / "out")):
+        assert list(result[0]["failure_reasons"].values()) == [4], "the result is saved all the same"
+    capsys.readouterr()
+
+
+async def test_an_answer_that_would_be_cut_off_is_refused(make_host: MakeHost) -> None:
+    config = dataclasses.replace(CONFIG, max_model_len=64)
+    dataset = DatasetSpec(num_prompts=2, input_len=60, output_len=10)
+    with pytest.raises(ConfigError, match="asks for 10 tokens after 60, but max_model_len is 64: shorten it, or allow 70"):
+        await serve(ServeSettings(config=config, dataset=dataset), make_host().host())
+    with pytest.raises(ConfigError, match="max_model_len is 64"):
+        await throughput(ThroughputSettings(config=config, dataset=dataset), make_host().host())
+    with pytest.raises(ConfigError, match="max_model_len is 64"):
+        await latency(LatencySettings(config=config, input_len=60, output_len=10), make_host().host())
+
+
+def test_an_answer_that_was_cut_off_is_not_completed() -> None:
+    def output(finish_reason: FinishReason, num_tokens: int, error: str | None = None) -> RequestOutput:
+        completion = CompletionOutput(0, "", [1] * num_tokens, finish_reason=finish_reason, error=error)
+        return RequestOutput("a", [1], [completion], RequestMetrics(0.0))
+
+    check_complete(output("length", 8), 8, ignore_eos=True)
+    check_complete(output("stop", 3), 8, ignore_eos=False)
+    for cut, ignore_eos in ((output("length", 7), False), (output("stop", 3), True)):
+        with pytest.raises(RequestFailed, match=r"cut off: [37] of 8 tokens"):
+            check_complete(cut, 8, ignore_eos=ignore_eos)
+    with pytest.raises(RequestFailed, match="logits"):
+        check_complete(output("error", 8, "the logits are not numbers"), 8, ignore_eos=True)
+
+
+async def test_num_prompts_is_the_number_that_was_sent(
+    make_host: MakeHost, tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(f'{{"timestamp": {ms}, "input_length": 3, "output_length": 2}}\n' for ms in (90, 10, 50)))
+    dataset = DatasetSpec(name="timed_trace", path=str(path))
+    await serve(ServeSettings(config=CONFIG, dataset=dataset, save=SaveOptions(output_json="-", detailed=True)), make_host().host())
+    result = load_strictly(capsysbinary.readouterr().out)
+    assert result["num_prompts"] == 3
+    assert result["start_times"] == sorted(result["start_times"])
+    assert result["start_times"][2] == pytest.approx(0.08, abs=0.06), "sorted, and from the earliest on"
+    with pytest.raises(ConfigError, match="brings its own arrival times: use"):
+        await throughput(ThroughputSettings(config=CONFIG, dataset=dataset), make_host().host())
+
+
+async def test_throughput_interrupted_before_anything_finished_says_so(
+    make_host: MakeHost, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    dataset = DatasetSpec(num_prompts=5, input_len=8, output_len=400)
+    settings = ThroughputSettings(config=CONFIG, dataset=dataset, save=SaveOptions(output_json="-"), num_warmups=0)
+    task = asyncio.create_task(throughput(settings, make_host(forward_s=0.01).host()))
+    await asyncio.sleep(0.6)
+    task.cancel()
+    assert await task is True
+    captured = capsysbinary.readouterr()
+    result = load_strictly(captured.out)
+    assert (result["interrupted"], result["num_requests"]) == (True, 0)
+    assert result["elapsed_time"] > 0.2, "the time that passed, not that of nothing"
+    assert b"Interrupted in run 1 of 1: 0 of 5 were completed." in captured.err
+
+
 async def test_a_trace_brings_its_own_times(make_host: MakeHost, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
     dataset = DatasetSpec(name="burst", num_prompts=4, burst_size=2, burst_interval=0.2, input_len=4, output_len=2)
     settings = ServeSettings(config=CONFIG, dataset=dataset, save=SaveOptions(output_json="-", detailed=True))
@@ -194,10 +272,12 @@ async def test_throughput(stream: bool, make_host: MakeHost, capsysbinary: pytes
     assert b"Output tok/s of 3 runs" in captured.err
 
 
-def test_the_median_run_is_one_of_the_runs_and_prefers_complete_ones() -> None:
-    runs = [{"elapsed_time": time, "interrupted": time < 1.0} for time in (5.0, 0.5, 3.0, 4.0)]
-    assert median_run(runs)["elapsed_time"] == 4.0
-    assert median_run(runs[1:2])["elapsed_time"] == 0.5
+def test_the_median_prefers_complete_runs() -> None:
+    settings = ThroughputSettings(config=CONFIG, dataset=DATASET)
+    runs = [LoadResult([], 0.0, time, interrupted=time < 1.0) for time in (5.0, 0.5, 3.0, 4.0)]
+    assert make_result(settings, runs, date="", engine={})["elapsed_time"] == 4.0
+    assert make_result(settings, runs[:3], date="", engine={})["elapsed_time"] == 4.0, "of two the mean"
+    assert make_result(settings, runs[1:2], date="", engine={})["elapsed_time"] == 0.5
 
 
 async def test_latency(make_host: MakeHost, capsysbinary: pytest.CaptureFixture[bytes]) -> None:

@@ -17,7 +17,7 @@ import pytest
 from aioengine.errors import ConfigError
 from aioengine_bench import compare as compare_module
 from aioengine_bench import peers as peers_module
-from aioengine_bench.compare import CompareSettings, agreement, compare, host_cost_rows, median_turn, turn_requests
+from aioengine_bench.compare import CompareSettings, agreement, compare, host_cost_rows, turn_requests
 from aioengine_bench.peer_process import PeerFailedError, PeerProcess
 from aioengine_bench.peers import PEERS, RUNNERS, Peer, build_environment, find_contestant, requirements, runner_path, set_up
 from aioengine_bench.results import SaveOptions
@@ -139,9 +139,8 @@ def test_later_turns_have_other_tokens_and_the_same_lengths() -> None:
     assert second[0].prompt_token_ids[:512] == second[1].prompt_token_ids[:512], "what was shared is shared still"
 
 
-def test_agreement_and_median() -> None:
+def test_agreement() -> None:
     assert agreement([[1, 2], [3]], [[1, 2], [4]]) == 1
-    assert median_turn([{"wall_s": 3.0}, {"wall_s": 1.0}, {"wall_s": 2.0}]) == {"wall_s": 2.0}
 
 
 def test_host_cost_takes_the_least_and_the_share() -> None:

@@ -33,6 +33,12 @@ def test_random_prompts_have_the_exact_length_also_as_text(input_len: int) -> No
     assert all(request.ignore_eos for request in requests)
 
 
+def test_a_length_that_was_asked_for_is_taken_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "s.json"
+    path.write_text(json.dumps([{"conversations": [{"value": "one two three"}, {"value": "four five six"}]}, {"conversations": []}]))
+    assert [request.max_tokens for request in load(name="sharegpt", path=str(path), num_prompts=2, output_len=2)] == [2, 2]
+
+
 @pytest.mark.model
 def test_random_prompts_survive_a_real_tokenizer() -> None:
     from aioengine.models.files import read_model_info
@@ -135,8 +141,19 @@ def test_timed_trace(tmp_path: Path) -> None:
         ("custom", "[1]", "line 1: is not a JSON object"),
         ("custom", "", "has no usable request"),
         ("sharegpt", "{}", "not a JSON list"),
-        ("timed_trace", '{"input_length": 1}', "needs a `timestamp`"),
+        ("timed_trace", '{"input_length": 1}', "`timestamp` must be a number"),
         ("timed_trace", '{"timestamp": 1, "input_length": 1}', "`output_length` must be"),
+        ("timed_trace", '{"timestamp": true, "input_length": 1, "output_length": 1}', "`timestamp` must be a number"),
+        ("timed_trace", '{"timestamp": 1, "input_length": true, "output_length": 1}', "`input_length` must be"),
+        ("timed_trace", "", "has no usable request"),
+        ("sharegpt", "[1]", "entry 0: must be an object with a list `conversations`, got 1"),
+        ("sharegpt", '[{"conversations": {}}]', "entry 0: must be an object"),
+        ("sharegpt", '[{"conversations": [1, 2]}]', "entry 0: the first turns must have a text `value`"),
+        ("sharegpt", '[{"conversations": [{"value": 1}, {"value": "a"}]}]', "entry 0: the first turns must have a text `value`"),
+        ("custom", '{"prompt": [1, true]}', "line 1: token ids must be integers from 0 to 260, got True"),
+        ("custom", '{"prompt": [1, 261]}', "line 1: token ids must be integers from 0 to 260, got 261"),
+        ("custom", '{"messages": [1]}', "line 1: a message needs a text `role` and `content`, got 1"),
+        ("custom", '{"messages": [{"role": "user"}]}', "line 1: a message needs"),
     ],
 )
 def test_a_bad_file_is_named_with_its_line(tmp_path: Path, name: str, content: str, message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -106,6 +107,43 @@ def test_names_are_escaped() -> None:
     page = make_page([Input("<script>.json", [{"benchmark": "latency", "label": "<b>x</b>", "batch_size": 1}])], title="<i>")
     check_page(page)
     assert "&lt;b&gt;x&lt;/b&gt;" in page
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("output_throughput", "fast"),
+        ("request_rate", []),
+        ("ttfts", [[1]]),
+        ("itls", [1]),
+        ("p99_ttft_ms", True),
+        ("rows", {}),
+        ("environment", 1),
+    ],
+)
+def test_a_figure_that_is_none_is_named_with_its_place(key: str, value: Any, tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps({"benchmark": "serve", "output_throughput": 1.0}) + "\n" + json.dumps({"benchmark": "serve", key: value}))
+    with pytest.raises(ConfigError, match=rf"r\.json, result 2: .*{key}"):
+        report(ReportSettings(inputs=[str(path)], output=str(tmp_path / "o.html")))
+
+
+@pytest.mark.parametrize("benchmark", ["overhead", "host-cost", "compare"])
+def test_rows_without_their_figures_make_a_page(benchmark: str) -> None:
+    check_page(
+        make_page([Input("r", [{"benchmark": benchmark, "rows": [{"engine": "a"}, {"mode": "decode", "watcher": "nobody"}]}])], title="t")
+    )
+
+
+def test_names_of_any_length_stay_in_the_picture() -> None:
+    bars = svg.bar_chart("t", [("openvino:" + "x" * 200, 3.0), ("b", 2.0)], x_label="x")
+    assert "x" * 60 not in bars.split("</title>")[1]
+    chart = svg.line_chart(
+        "t", [svg.Series(f"max_num_seqs={n}, max_num_batched_tokens=256", [(1, 2)]) for n in range(3)], x_label="x", y_label="y"
+    )
+    starts = [float(x) for x in re.findall(r'<text x="([0-9.]+)" y="[0-9]+" class="tick">max', chart)]
+    assert len(starts) == 3
+    assert max(starts) < svg.WIDTH / 2, "one below the other"
 
 
 def test_a_file_that_is_neither_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from aioengine import __version__
 from aioengine.cli import build_parser, main
 from aioengine.commands import options
 from aioengine.config import EngineConfig
-from aioengine.sampling_params import SamplingParams
+from aioengine.sampling_params import RepetitionDetectionParams, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ("generate", "chat", "demo", "pull")
@@ -150,7 +150,23 @@ def test_what_is_not_given_stays_the_configs_default() -> None:
 def test_sampling_options() -> None:
     args = parse(
         *("generate", "hi", "-n", "5", "-t", "0.5", "--top-p", "0.9", "--top-k", "3", "--min-p", "0.1", "--seed", "7"),
-        *("--stop", "a", "--stop", "b", "--ignore-eos", "--n", "3", "--min-tokens", "2", "--bad-word", "x", "--bad-word", "y z"),
+        *(
+            "--stop",
+            "a",
+            "--stop",
+            "b",
+            "--ignore-eos",
+            "--repetition-detection",
+            "4x2-20",
+            "--n",
+            "3",
+            "--min-tokens",
+            "2",
+            "--bad-word",
+            "x",
+            "--bad-word",
+            "y z",
+        ),
         *("--presence-penalty", "0.5", "--frequency-penalty=-0.5", "--repetition-penalty", "1.1", "--logit-bias", "7=-2.5"),
     )
     assert options.sampling_params(args) == SamplingParams(
@@ -162,6 +178,7 @@ def test_sampling_options() -> None:
         seed=7,
         stop=("a", "b"),
         ignore_eos=True,
+        repetition_detection=RepetitionDetectionParams(max_pattern_size=20, min_pattern_size=2, min_count=4),
         n=3,
         min_tokens=2,
         bad_words=("x", "y z"),
@@ -172,6 +189,21 @@ def test_sampling_options() -> None:
     )
     assert options.sampling_params(parse("generate", "hi")) == SamplingParams(max_tokens=256, temperature=0.0)
     assert options.sampling_params(parse("chat")).n == 1
+
+
+@pytest.mark.parametrize(("text", "sizes"), [("4x20", RepetitionDetectionParams(20, 1, 4)), ("2x3-3", RepetitionDetectionParams(3, 3, 2))])
+def test_repetition_detection(text: str, sizes: RepetitionDetectionParams) -> None:
+    assert options.parse_repetition_detection(text) == sizes
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(text, "is not a count and the sizes") for text in ("", "4", "x20", "4x", "4x-3", "4x3-", "ax3")]
+    + [("1x20", "min_count must be at least 2"), ("4x9-3", "must not exceed"), ("4x2000", "max_pattern_size must be")],
+)
+def test_bad_repetition_detection(text: str, message: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=message):
+        options.parse_repetition_detection(text)
 
 
 @pytest.mark.parametrize("text", ["", "7", "=1", "a=1", "7=b", "1.5=1"])

@@ -44,6 +44,8 @@ def test_it_takes_no_cached_prefix_but_leaves_one_for_others() -> None:
     out, _ = step(scheduler, {"plain": [7], "wants": [7]})
     assert {new.req_id: new.num_computed_tokens for new in out.scheduled_new_reqs} == {"plain": 12, "wants": 0}
     assert out.num_scheduled_tokens == {"plain": 2, "wants": 14}
+    stats = scheduler.make_stats()
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (14, 12), "who may not look anything up does not count"
 
 
 def test_after_a_preemption_the_cache_serves_it_only_if_all_of_the_prompt_is_reported() -> None:

@@ -192,6 +192,17 @@ def test_long_prefill_token_threshold_leaves_budget_to_others() -> None:
     assert schedule(scheduler).num_scheduled_tokens == {"a": 10, "b": 10, "c": 3}
 
 
+def test_the_threshold_does_not_hold_back_who_is_alone() -> None:
+    scheduler = make_scheduler(300, max_num_batched_tokens=64, max_num_seqs=1, max_model_len=1024, long_prefill_token_threshold=8)
+    scheduler.add_request(distinct("a", 200))
+    sizes = [schedule(scheduler).num_scheduled_tokens["a"] for _ in range(2)]
+    scheduler.add_request(distinct("b", 3))  # it cannot run yet, but it waits
+    sizes += [schedule(scheduler).num_scheduled_tokens["a"] for _ in range(2)]
+    scheduler.finish_requests(["b"], RequestStatus.FINISHED_ABORTED)
+    sizes.append(schedule(scheduler).num_scheduled_tokens["a"])
+    assert sizes == [64, 64, 8, 8, 56]
+
+
 def test_without_chunked_prefill_a_prompt_waits_for_a_step_that_holds_it_whole() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=16, max_model_len=16, enable_chunked_prefill=False)
     scheduler.add_request(distinct("a", 10))

@@ -250,9 +250,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             if self.in_flight and len(self.in_flight) >= self.depth:
                 self.update()
 
-    @rule()
-    def reset_prefix_cache(self) -> None:
-        self.scheduler.reset_prefix_cache()
+    @rule(reset_running_requests=st.booleans())
+    def reset_prefix_cache(self, reset_running_requests: bool) -> None:
+        is_reset = self.scheduler.reset_prefix_cache(reset_running_requests)
+        assert is_reset or not reset_running_requests
 
     @invariant()
     def books_are_right(self) -> None:

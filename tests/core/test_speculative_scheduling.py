@@ -110,7 +110,7 @@ def test_max_model_len_limits_the_guesses() -> None:
 
 # ------------------------------------------------------------------ who gets none
 def test_no_guesses_while_the_prompt_is_computed_nor_for_structured_output() -> None:
-    scheduler = speculating(long_prefill_token_threshold=4)
+    scheduler = speculating(max_num_batched_tokens=4, max_num_seqs=4)
     scheduler.add_request(make_request(PERIODIC, request_id="a", max_tokens=20))
     for num_tokens in (4, 4, 1):  # the last chunk is one token, as a decoding step is
         out = step(scheduler)
@@ -133,8 +133,9 @@ def test_every_running_request_gets_its_token_before_anybody_gets_guesses() -> N
 
 
 def test_the_threshold_of_one_requests_share_holds_for_guesses_too() -> None:
-    scheduler = speculating(long_prefill_token_threshold=3)
+    scheduler = speculating(long_prefill_token_threshold=3, max_num_seqs=1)
     scheduler.add_request(make_request(PERIODIC, request_id="a", max_tokens=20))
+    scheduler.add_request(make_request(4, request_id="waits"))  # whoever is alone has no threshold
     for _ in range(3):
         answer(scheduler, out := step(scheduler), a=[1] if out.scheduled_cached_reqs.num_computed_tokens == [6] else [])
     assert out.num_scheduled_tokens == {"a": 3}

@@ -12,6 +12,7 @@ import torch
 
 from aioengine import AsyncEngine, RequestOutput, SamplingParams
 from aioengine.outputs import TokenLogprobs
+from aioengine.sampling_params import StructuredOutputsParams
 from aioengine_kernels.cpu import status as native_status
 
 PARAMETERS: list[dict[str, Any]] = [
@@ -148,7 +149,9 @@ async def test_prompt_logprobs_are_those_of_transformers_cold_and_with_a_warm_pr
 
 
 async def test_nothing_left_to_sample_ends_that_request_alone(tiny_model: Path) -> None:
-    impossible = SamplingParams(temperature=0, max_tokens=4, allowed_token_ids=[70], bad_words_token_ids=((70, 70),))
+    # Token 70 is "e". That nothing may follow it shows only where the grammar stands then.
+    regex = StructuredOutputsParams(regex="ef+")
+    impossible = SamplingParams(temperature=0, max_tokens=4, allowed_token_ids=[70], structured_outputs=regex)
     plain = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     prompt = requests()[0][0]
     async with AsyncEngine(str(tiny_model), weights="dense", dtype="float32", max_model_len=256, check_invariants=True) as engine:

@@ -14,6 +14,7 @@ import pytest
 
 from aioengine import AsyncEngine, RequestOutput, SamplingParams
 from aioengine.sampling_params import StructuredOutputsParams
+from tests.tiny_tokenizer import byte_level_tokenizer
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -148,6 +149,39 @@ async def test_every_schedule_gives_the_tokens_of_the_oracle(
 async def test_guesses_for_plain_requests_leave_the_rows_of_the_others_alone(tiny_model: Path, oracle: list[RequestOutput]) -> None:
     outputs, _ = await run(tiny_model, num_speculative_tokens=3, prompt_lookup_min=1, num_kv_cache_blocks=600)
     assert [output.token_ids for output in outputs] == [output.token_ids for output in oracle]
+
+
+EOS_ID = 0
+A, B = byte_level_tokenizer(["<eos>", "<bos>"]).encode("ab").ids
+OTHER_MASKS: list[dict[str, Any]] = [
+    {"allowed_token_ids": [A, B]},
+    {"allowed_token_ids": [A, B], "min_tokens": 20},
+    {"allowed_token_ids": [A, B], "temperature": 1.0, "seed": 1, "top_k": 3, "top_p": 0.5, "min_p": 0.1},
+    {"bad_words_token_ids": ((EOS_ID,),)},
+    {"bad_words_token_ids": ((A, EOS_ID), (B, EOS_ID)), "min_tokens": 20},
+    {"logit_bias": {EOS_ID: -100.0, A: 100.0}, "repetition_penalty": 2.0, "frequency_penalty": 2.0},
+    {"min_tokens": 20},
+    {"stop_token_ids": [5], "min_tokens": 20, "logprobs": 2},
+]
+
+
+@pytest.mark.parametrize("options", [{}, {"async_scheduling": False}, {"num_speculative_tokens": 3, "prompt_lookup_min": 1}], ids=str)
+async def test_whoever_is_complete_ends_by_stop_whatever_else_forbids_the_end(tiny_model: Path, options: dict[str, Any]) -> None:
+    cases = [(regex, masks) for regex in ("[ab]{3}", "[ab]{3}c?", "(ab|ba){2}") for masks in OTHER_MASKS]
+    params = [
+        SamplingParams(**{"temperature": 0.0, "max_tokens": 30, "structured_outputs": StructuredOutputsParams(regex=regex), **masks})
+        for regex, masks in cases
+    ]
+    async with AsyncEngine(str(tiny_model), weights="dense", dtype="float32", max_model_len=64, check_invariants=True, **options) as engine:
+        outputs = await engine.generate_batch([[7, 8, 9, 7, 8]] * len(params), params, progress=False)
+        going_on = SamplingParams(
+            ignore_eos=True, allowed_token_ids=[A, B], max_tokens=8, structured_outputs=StructuredOutputsParams(regex="[ab]{3}")
+        )
+        last = (await engine.generate_batch([[7, 8]], going_on, progress=False))[0]
+    for (regex, masks), output in zip(cases, outputs, strict=True):
+        assert output.finish_reason == "stop", (regex, masks, output.outputs[0].error)
+        assert re.fullmatch(regex, output.text), (regex, masks, output.text)
+    assert (last.token_ids[3:], last.finish_reason) == ([EOS_ID] * 5, "length"), "as documented: the end token is repeated"
 
 
 @pytest.mark.model

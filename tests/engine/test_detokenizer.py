@@ -245,3 +245,71 @@ def test_the_result_does_not_depend_on_the_token_borders(text: str, cuts: list[i
 def test_find_stop_string_looks_only_where_something_is_new() -> None:
     assert find_stop_string("ENDxx", ["END"], new_from=3) is None
     assert find_stop_string("ENDxEND", ["END"], new_from=6) == ("END", 4)
+
+
+# ---------------------------------------------------------------------------------------------------- special tokens as stop strings
+def run_detokenizer(token_ids: Sequence[int], **options: Any) -> tuple[str, str | None, int]:
+    """The text, the stop string, and how many tokens were pushed."""
+    detokenizer = Detokenizer(FAKE, prompt_token_ids=[], sampling_params=SamplingParams(**options))
+    text, num_visible = "", 0
+    for count, token_id in enumerate(token_ids, 1):
+        stop = detokenizer.push(token_id)
+        piece, num_tokens = detokenizer.take()
+        text, num_visible = text + piece, num_visible + num_tokens
+        if stop is not None:
+            assert num_visible == count, "the tokens of the stop string are handed out with it"
+            return text, stop, count
+    stop = detokenizer.finish()
+    piece, num_tokens = detokenizer.take()
+    assert num_visible + num_tokens == len(token_ids)
+    return text + piece, stop, len(token_ids)
+
+
+USER = 258
+TURN = [*b"ab", USER, *b"cd"]
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("include", [True, False])
+@pytest.mark.parametrize(
+    ("stop", "before", "num_tokens"),
+    [
+        ("<|user|>", "ab", 3),
+        ("b<|user|>", "a", 3),
+        ("<|user|>c", "ab", 4),
+        ("b<|user|>cd", "a", 5),
+    ],
+)
+def test_the_text_of_a_special_token_stops_whether_it_is_shown_or_not(
+    stop: str, before: str, num_tokens: int, include: bool, skip: bool
+) -> None:
+    found = run_detokenizer(TURN, stop=[stop, "never"], include_stop_str_in_output=include, skip_special_tokens=skip)
+    assert found == (before + (stop if include else ""), stop, num_tokens)
+
+
+def test_a_special_token_that_stops_nothing_stays_hidden() -> None:
+    assert run_detokenizer(TURN, stop="<|user|>x") == ("abcd", None, 5)
+    assert run_detokenizer(TURN, stop="<|user|>x", include_stop_str_in_output=True) == ("abcd", None, 5)
+    assert run_detokenizer(TURN, stop=["x<|user|>", "<|user|><|user|>"]) == ("abcd", None, 5)
+    # A part of its text is no text of the output, and what it stands between belongs together.
+    assert run_detokenizer(TURN, stop="user") == ("abcd", None, 5)
+    assert run_detokenizer(TURN, stop="bc") == ("a", "bc", 4)
+    assert run_detokenizer([USER, *TURN], stop="<|user|>", min_tokens=1) == ("ab", "<|user|>", 4)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    token_ids=st.lists(st.sampled_from([97, 98, 256, 258, 0xE2, 0x82, 0xAC]), max_size=12),
+    stop=st.lists(st.sampled_from(["<|user|>", "a<eos>", "<eos>b", "<|user|><eos>", "ab", "b<|user|>a"]), min_size=1, max_size=2),
+)
+def test_what_is_shown_with_special_tokens_hidden_is_the_shown_text_without_them(token_ids: list[int], stop: list[str]) -> None:
+    """The oracle is the run that shows them, as long as no half characters lie between."""
+    hidden = run_detokenizer(token_ids, stop=stop)
+    shown = run_detokenizer(token_ids, stop=stop, skip_special_tokens=False)
+    if not bytes(token for token in token_ids if token < 256).isascii():
+        return  # bytes on both sides of a hidden token may be one character, which is text of neither side
+    # "ab" is found across a hidden token only where that is no part of a stop string.
+    if hidden[1:] == shown[1:]:
+        assert hidden[0] == shown[0].replace("<|user|>", "").replace("<eos>", "")
+    if shown[1] is not None and "<" in shown[1]:
+        assert hidden[2] <= shown[2], "found later, or not at all"

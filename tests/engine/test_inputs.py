@@ -43,15 +43,31 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     ([1], {"sampling_params": SamplingParams(logit_bias={5: 1.0, 261: 1.0})}, "logit_bias: token id 261 .* 261"),
     ([1], {"sampling_params": SamplingParams(allowed_token_ids=[0, 300])}, "allowed_token_ids: token id 300 .* 261"),
     ([1], {"sampling_params": SamplingParams(bad_words_token_ids=((1, 400),))}, "bad_words_token_ids: token id 400 .* 261"),
-    ([1], {"sampling_params": SamplingParams(bad_words=("\ud800",))}, r"bad_words is not valid Unicode"),
     ([1], {"sampling_params": SamplingParams(truncate_prompt_tokens=64)}, "truncate_prompt_tokens is 64, .* at most 63 tokens"),
     ([1] * 60, {"sampling_params": SamplingParams(max_tokens=10, min_tokens=9)}, "min_tokens is 9, but after 60 .* room for 4"),
     ([1], {"request_id": ""}, "request_id must be a non-empty string"),
     ([1], {"request_id": 5}, "request_id must be a non-empty string"),
     ([1], {"request_id": "\udc00"}, "request_id is not valid Unicode"),
     ([1], {"priority": "high"}, "priority must be an integer"),
-    ([1], {"cache_salt": 5}, "cache_salt must be a string"),
+    ([1], {"cache_salt": 5}, "cache_salt must be a non-empty string or None, got 5"),
     ([1], {"cache_salt": "\udc00"}, "cache_salt is not valid Unicode"),
+    ([1], {"cache_salt": ""}, "cache_salt must be a non-empty string or None, got ''"),
+    ([1], {"cache_salt": "s" * 20000}, "cache_salt must have at most 16384 characters, got 20000"),
+    ([1], {"request_id": "r" * 2000}, "request_id must have at most 1024 characters, got 2000"),
+    ([1], {"priority": 2**70}, r"priority must be an integer in \[-2\*\*63, 2\*\*63 - 1\], got 1180591620717411303424"),
+    ([1], {"priority": 10**5000}, "priority .* got an integer of 16610 bits"),
+    ([1, 10**5000], {}, "token id an integer of 16610 bits at position 1 is not in the vocabulary of 261"),
+    ([1], {"timeout": 10**400}, "timeout must be .* got an integer of 1329 bits"),
+    ((token_id for token_id in [1]), {}, "got generator"),
+    ({1, 2}, {}, "got set"),
+    (np.array([1.0, 2.0]), {}, "item 0 is float"),
+    (np.array(5), {}, "the prompt, a ndarray, cannot be read: TypeError"),
+    (np.array([[1, 2]]), {}, "item 0 is list"),
+    (memoryview(b"abc"), {}, "got memoryview"),
+    (range(10**9), {}, "the prompt has 1000000000 tokens, but at most 63 fit"),
+    ([1], {"sampling_params": SamplingParams(bad_words_token_ids=tuple((i,) for i in range(261)))}, "forbid every token of the vocabulary"),
+    ([1], {"sampling_params": SamplingParams(allowed_token_ids=[256], min_tokens=1)}, "no token is left to sample: every token of"),
+    ([1], {"sampling_params": SamplingParams(bad_words=["a"], allowed_token_ids=[97])}, "no token is left to sample"),
 ]
 
 
@@ -83,6 +99,10 @@ async def test_arrays_are_token_ids(rig: Any) -> None:
     (from_array,) = await rig.engine.generate_batch([np.array([1, 2, 3])], SamplingParams(temperature=0))
     (from_list,) = await rig.engine.generate_batch([(1, 2, 3)], SamplingParams(temperature=0))
     assert from_array.token_ids == from_list.token_ids
+    (from_items,) = await rig.engine.generate_batch([[1, np.int64(2), np.uint8(3)]], SamplingParams(temperature=0))
+    assert from_items.prompt_token_ids == [1, 2, 3]
+    assert set(map(type, from_items.prompt_token_ids)) == {int}
+    assert from_items.token_ids == from_list.token_ids
 
 
 async def test_chat_without_a_template(start_rig: Any) -> None:

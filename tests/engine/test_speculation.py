@@ -61,6 +61,30 @@ async def test_events_tell_how_many_guesses_were_right() -> None:
     assert 0 < (results[-1].stats.acceptance_rate or 0) < 1
 
 
+async def test_the_metrics_of_a_request_tell_how_many_of_its_guesses_were_right() -> None:
+    output, num_steps, events = await sing(num_speculative_tokens=4)
+    stats = events[-1].stats
+    metrics = output.metrics
+    assert (metrics.num_draft_tokens, metrics.num_accepted_tokens) == (stats.num_draft_tokens, stats.num_accepted_tokens)
+    assert metrics.num_accepted_tokens == len(REFRAIN) - num_steps
+    assert metrics.acceptance_rate == stats.acceptance_rate
+    assert metrics.finished_time is not None
+    assert metrics.first_token_time is not None
+    plain, _, _ = await sing()
+    assert (plain.metrics.num_draft_tokens, plain.metrics.num_accepted_tokens, plain.metrics.acceptance_rate) == (0, 0, None)
+
+
+async def test_the_guesses_of_several_requests_add_up_to_those_of_the_engine() -> None:
+    executor = FakeExecutor(next_token=scripted(REFRAIN), num_blocks=24)
+    options: dict[str, Any] = {"check_invariants": True, "num_speculative_tokens": 4, "max_model_len": 200}
+    async with AsyncEngine(executor=executor, tokenizer=FakeTokenizer(), **options) as engine:
+        params = [SamplingParams(temperature=0, max_tokens=n, n=1 + n % 3) for n in (30, 60, 100)]
+        outputs = await engine.generate_batch(["sing", "row", "row row row"], params, progress=False)
+        stats = engine.stats()
+    assert sum(output.metrics.num_draft_tokens for output in outputs) == stats.num_draft_tokens > 0
+    assert sum(output.metrics.num_accepted_tokens for output in outputs) == stats.num_accepted_tokens > 0
+
+
 async def test_a_request_that_fails_among_its_guesses_ends_alone() -> None:
     executor = FakeExecutor(next_token=scripted(REFRAIN))
     executor.fail_request("bad", num_output_tokens=60)

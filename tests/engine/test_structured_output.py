@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from aioengine.core.scheduler_output import SchedulerOutput
-from aioengine.errors import EngineDeadError, InvalidRequestError
+from aioengine.errors import EngineDeadError, InvalidRequestError, RequestTimeoutError
 from aioengine.events.step_event import StepEvent
 from aioengine.executor.base import GrammarOutput
 from aioengine.outputs import ModelRunnerOutput, RequestOutput
 from aioengine.sampling_params import SamplingParams, StructuredOutputsParams
+from aioengine.structured_output import compiler
+from aioengine.structured_output.compiler import build_grammar
 from aioengine.structured_output.manager import StructuredOutputManager
 from aioengine.structured_output.matcher import GrammarError
 from aioengine.testing import EOS_TOKEN_ID, FakeExecutor, scripted
@@ -275,14 +277,13 @@ async def test_a_failing_step_fails_the_stream_while_another_waits_to_be_sampled
 
 async def test_shutdown_while_a_grammar_is_compiled(start_rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     started, go_on = threading.Event(), threading.Event()
-    compile_it = StructuredOutputManager._compile
 
-    def slowly(self: StructuredOutputManager, params: StructuredOutputsParams) -> Any:
+    def slowly(*args: Any, **options: Any) -> Any:
         started.set()
         go_on.wait(5)
-        return compile_it(self, params)
+        return build_grammar(*args, **options)
 
-    monkeypatch.setattr(StructuredOutputManager, "_compile", slowly)
+    monkeypatch.setattr(compiler, "build_grammar", slowly)
     async with start_rig() as rig:
         task = asyncio.create_task(final(rig, [1], params()))
         queued = asyncio.create_task(final(rig, [1], params("b")))
@@ -291,3 +292,64 @@ async def test_shutdown_while_a_grammar_is_compiled(start_rig: Any, monkeypatch:
         go_on.set()
         results = await asyncio.wait_for(asyncio.gather(task, queued, return_exceptions=True), 5)
         assert all(isinstance(result, EngineDeadError) for result in results), results
+
+
+class Disobedient(FakeExecutor):
+    """Samples what its script says, whatever the mask."""
+
+    def _next_allowed(self, token_id: int, bitmask: bytes) -> int:
+        return token_id
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        ("abx", {}),
+        ("ab", {}),  # and then the end token, which comes too early
+        ("abx", {"max_tokens": 3}),  # also where the request would end by that token
+        ("abx", {"stop": "x"}),
+        ("abx", {"stop_token_ids": [ord("x")]}),
+    ],
+)
+async def test_a_token_that_does_not_match_ends_its_request_with_error(
+    start_rig: Any, script: str, options: dict[str, Any], overlap: bool
+) -> None:
+    async with start_rig(Disobedient(block_size=4, next_token=scripted(script)), async_scheduling=overlap) as rig:
+        output = await final(rig, [1], params("[abc]{3}", **options))
+        assert (output.finish_reason, output.token_ids) == ("error", [*b"ab"])
+        assert "structured output cannot go on" in str(output.outputs[0].error)
+        assert (await final(rig, [1], params(None, max_tokens=2))).finish_reason == "length"
+        await rig.settle()
+        assert num_matchers(rig) == 0
+
+
+async def test_an_end_token_in_the_middle_of_a_grammar_is_an_error_not_an_end(start_rig: Any) -> None:
+    structured = StructuredOutputsParams(grammar='start: "a" <eos> "b"')
+    async with start_rig(FakeExecutor(block_size=4)) as rig:
+        output = await final(rig, [1], SamplingParams(max_tokens=9, structured_outputs=structured))
+        assert output.finish_reason == "error"
+        assert "asks for more behind the end-of-sequence token 256" in str(output.outputs[0].error)
+        whole = await final(rig, [1], SamplingParams(max_tokens=9, ignore_eos=True, structured_outputs=structured))
+        assert (whole.text, whole.token_ids[:3]) == ("ab", [ord("a"), EOS_TOKEN_ID, ord("b")])
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+async def test_a_limit_of_the_parser_that_is_reached_late_is_an_error(start_rig: Any, overlap: bool) -> None:
+    """The beginning takes any token, the end has more alternatives than the parser can keep."""
+    many = " | ".join(f'"option {number}" x' for number in range(2_500))
+    structured = StructuredOutputsParams(grammar=f'start: /[a-z]{{30}}-/ item\nitem: {many}\nx: "x"')
+    async with start_rig(FakeExecutor(block_size=4), async_scheduling=overlap) as rig:
+        output = await final(rig, [1], SamplingParams(max_tokens=60, structured_outputs=structured))
+        assert output.finish_reason == "error"
+        assert "max is 2000" in str(output.outputs[0].error)
+
+
+async def test_a_request_that_times_out_does_not_wait_for_its_grammar(start_rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr(compiler, "build_grammar", lambda *args, **options: go_on.wait(10) and build_grammar(*args, **options))
+    async with start_rig() as rig:
+        with pytest.raises(RequestTimeoutError):
+            await asyncio.wait_for(final(rig, [1], params(), timeout=0.1), 2)
+        go_on.set()
+        assert (await final(rig, [1], params())).finish_reason == "stop"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import strategies as st
 
 from aioengine.core.scheduler_output import (
@@ -11,6 +13,7 @@ from aioengine.core.scheduler_output import (
     SchedulerOutput,
     SchedulerStats,
 )
+from aioengine.errors import AioEngineError
 from aioengine.events.step_event import (
     EngineSnapshot,
     Event,
@@ -20,7 +23,7 @@ from aioengine.events.step_event import (
     StepEvent,
     StepResultEvent,
 )
-from aioengine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from aioengine.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 counts = st.integers(0, 2**40)
 token_ids = st.lists(st.integers(0, 200_000), max_size=6)
@@ -57,7 +60,55 @@ sampling_params = st.builds(
     | st.builds(StructuredOutputsParams, regex=texts.filter(bool))
     | st.builds(StructuredOutputsParams, json=st.just({"type": "object"}))
     | st.builds(StructuredOutputsParams, choice=st.lists(texts.filter(bool), min_size=1, max_size=2)),
+    repetition_detection=st.none() | st.builds(RepetitionDetectionParams, st.integers(4, 1024), st.integers(0, 4), st.integers(2, 65536)),
 )
+any_texts = st.text(st.characters(), max_size=8)  # half surrogate pairs, NUL and control characters too
+any_ints = st.integers() | st.sampled_from([2**63, 2**64, -(2**70), 10**30, 10**400])
+any_json = st.recursive(
+    st.none() | st.booleans() | any_ints | st.floats() | any_texts | st.binary(max_size=2) | st.decimals() | st.fractions(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner)
+        | st.sets(any_texts, max_size=2)
+        | st.dictionaries(any_texts | any_ints | st.booleans() | st.none() | st.tuples(any_ints), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@st.composite
+def accepted_params(draw: st.DrawFn) -> SamplingParams:
+    """What `SamplingParams` itself takes of values that are not chosen to be sensible."""
+    tokens = st.lists(any_ints | st.integers(0, 100), max_size=3)
+    fields: dict[str, st.SearchStrategy[Any]] = {
+        "temperature": st.floats() | any_ints,
+        "top_p": st.floats(0, 1),
+        "top_k": any_ints,
+        "min_p": st.floats(0, 1),
+        "seed": st.integers(0, 2**64 - 1),
+        "max_tokens": any_ints,
+        "stop": any_texts | st.lists(any_texts, max_size=2),
+        "stop_token_ids": tokens,
+        "allowed_token_ids": tokens,
+        "bad_words": st.lists(any_texts, max_size=2),
+        "bad_words_token_ids": st.lists(tokens, max_size=2),
+        "logit_bias": st.dictionaries(any_ints, st.floats() | any_ints, max_size=2),
+        "truncate_prompt_tokens": any_ints,
+        "structured_outputs": st.dictionaries(any_texts | any_ints, any_json, max_size=2).map(lambda json: {"json": json})
+        | st.fixed_dictionaries({"regex": any_texts})
+        | st.fixed_dictionaries({"choice": st.lists(any_texts, max_size=2)}),
+    }
+    taken: dict[str, Any] = {}
+    for name in draw(st.lists(st.sampled_from(sorted(fields)), max_size=5, unique=True)):
+        value = draw(fields[name])
+        try:
+            taken[name] = StructuredOutputsParams(**value) if name == "structured_outputs" else value
+            SamplingParams(**taken)
+        except (AioEngineError, OverflowError):
+            taken.pop(name, None)
+    return SamplingParams(**taken)
+
+
 new_requests = st.builds(
     NewRequestData,
     req_id=req_ids,
@@ -88,7 +139,7 @@ scheduler_outputs = st.builds(
     new_block_ids_to_zero=block_ids,
     scheduled_spec_decode_tokens=st.dictionaries(req_ids, token_ids, max_size=2),
 )
-stats = st.builds(SchedulerStats, *[counts] * 13)
+stats = st.builds(SchedulerStats, *[counts] * 13) | st.builds(SchedulerStats, *[counts] * 18)
 block_changes = st.builds(
     BlockChanges, allocated=block_ids, freed=block_ids, evicted=block_ids, cached=block_ids, cached_hashes=st.lists(texts, max_size=2)
 )
@@ -96,7 +147,7 @@ finished = st.lists(
     st.builds(
         FinishedInfo,
         request_id=req_ids,
-        finish_reason=st.sampled_from(["stop", "length", "abort", "error"]),
+        finish_reason=st.sampled_from(["stop", "length", "abort", "error", "repetition"]),
         num_output_tokens=counts,
         stop_reason=st.none() | counts | texts,
     ),
@@ -178,3 +229,43 @@ snapshots = st.builds(
     paused=st.booleans(),
 )
 events: st.SearchStrategy[Event] = st.one_of(step_events, result_events, snapshots)
+
+# Events of requests as they may be accepted at most: what no check at the door has refused.
+_any_new = st.builds(NewRequestData, any_texts, token_ids, accepted_params(), block_tables, counts)
+_any_added = st.lists(st.builds(RequestInfo, any_texts, counts, any_ints, times, any_ints, st.none() | any_texts), max_size=2)
+_any_finished = st.lists(
+    st.builds(FinishedInfo, any_texts, st.sampled_from(["stop", "error"]), counts, st.none() | any_ints | any_texts), max_size=2
+)
+_any_outputs = st.builds(
+    SchedulerOutput,
+    counts,
+    st.lists(_any_new, max_size=2),
+    st.builds(CachedRequestData, all_token_ids=st.dictionaries(any_texts, token_ids, max_size=1)),
+    st.dictionaries(any_texts, counts, max_size=2),
+    counts,
+    finished_req_ids=st.frozensets(any_texts, max_size=2),
+)
+_few_blocks = st.just(SchedulerStats(1, 2, 0, 10, 5, 1, 0, 0, 0))
+_no_blocks = BlockChanges()
+accepted_events: st.SearchStrategy[Event] = st.one_of(
+    st.builds(
+        StepEvent, counts, times, _any_outputs, _few_blocks, st.just("budget"), counts, st.just(_no_blocks), st.just(1), times, times,
+        added=_any_added, finished=_any_finished,
+    ),
+    st.builds(
+        StepResultEvent, counts, times, st.dictionaries(any_texts, counts, max_size=2), _few_blocks, st.just(_no_blocks), st.just(1),
+        times, times, times, times, times, times,
+        added=_any_added, finished=_any_finished, new_text=st.dictionaries(any_texts, any_texts, max_size=2),
+    ),
+    st.builds(
+        EngineSnapshot, counts, times, _few_blocks,
+        st.lists(
+            st.builds(
+                RequestSnapshot, any_texts, st.just("RUNNING"), counts, counts, counts, counts, any_ints, times, counts, any_ints,
+                block_ids, accepted_params(), st.none() | any_texts, st.none() | any_texts,
+            ),
+            max_size=2,
+        ),
+        block_ids,
+    ),
+)  # fmt: skip

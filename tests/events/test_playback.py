@@ -11,12 +11,15 @@ from pathlib import Path
 import orjson
 import pytest
 
+from aioengine.core.scheduler_output import BlockChanges, CachedRequestData, NewRequestData, SchedulerOutput, SchedulerStats
 from aioengine.events.playback import FileSource
+from aioengine.events.recorder import StepRecorder
 from aioengine.events.recording_index import STRIDE, RecordingIndex
 from aioengine.events.replay import Player, read_recording
-from aioengine.events.step_event import EngineSnapshot, StepEvent, StepResultEvent
+from aioengine.events.step_event import EngineSnapshot, FinishedInfo, StepEvent, StepResultEvent
 from aioengine.events.stream import StreamItem
-from aioengine.events.wire import WireError
+from aioengine.events.wire import WireError, WireHeader
+from aioengine.sampling_params import SamplingParams, StructuredOutputsParams
 from aioengine_tui.model.export import state_to_json
 from aioengine_tui.state import DashboardState
 from tests.tui.runs import make_run
@@ -41,6 +44,42 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- the index
+def test_names_that_look_like_fields_mislead_nobody(tmp_path: Path) -> None:
+    """Request ids and the properties of a JSON schema are keys of the lines too."""
+    schema = {
+        "schedule_start": 1.0,
+        "preempted_req_ids": [],
+        "finished": [{"request_id": "x", "finish_reason": "abort", "num_output_tokens": 1}],
+        "enum": ["finish_reason", "abort"],
+    }
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(json=schema))
+    stats, names = SchedulerStats(0, 1, 0, 10, 9, 0, 0, 0, 0), ["schedule_start", "update_end", "preempted_req_ids", "finish_reason"]
+    path = tmp_path / "names.jsonl"
+    with StepRecorder(path, WireHeader.create("tiny", include_prompts=True)) as recorder:
+        for step_id, duration in enumerate((0.5, 4.0, 1.0), start=1):
+            start = 100.0 * step_id
+            output = SchedulerOutput(
+                step_id,
+                [NewRequestData(names[step_id], [1], params, ([1],), 0)],
+                CachedRequestData(),
+                dict.fromkeys(names, 1),
+                len(names),
+                preempted_req_ids=frozenset({"p"} if step_id == 2 else ()),
+            )
+            recorder(StepEvent(step_id, start, output, stats, "budget", 8, BlockChanges(), 1, start, start))
+            times = (start, start, start, start, start, start + duration)
+            told = [FinishedInfo("finish_reason", "abort" if step_id == 3 else "stop", 1)]
+            text = {"finish_reason": "abort", "update_end": "7"}
+            recorder(StepResultEvent(step_id, start, dict.fromkeys(names, 1), stats, BlockChanges(), 0, *times, told, new_text=text))
+    index = RecordingIndex(path)
+    assert index.scan()
+    assert [index.next_landmark("preemption", 0), index.next_landmark("preemption", 3)] == [3, None]
+    assert [index.next_landmark("abort", 0), index.next_landmark("abort", 6)] == [6, None]
+    slowest = [index.next_landmark("slowest", 0)]
+    slowest += [index.next_landmark("slowest", slowest[0] or 0)]
+    assert slowest == [3, 5], "4 s, then 1 s"
+
+
 def test_the_index_finds_every_step_and_landmark(path: Path) -> None:
     events = read_recording(path).events
     index = RecordingIndex(path)

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from aioengine import AsyncEngine, SamplingParams
+from aioengine.engine.publishing import PublishOptions
 from aioengine.errors import AioEngineError, ConfigError
 from aioengine.events import server as server_module
 from aioengine.events.bus import StepBus
@@ -419,3 +420,25 @@ async def test_no_command_is_taken_unless_allowed(path: Path) -> None:
         assert b"takes no commands" in line
         assert not engine.is_paused
         writer.transport.abort()
+
+
+@pytest.mark.parametrize("address", ["a\0b", "a\ud800", 7, "tcp:h:\u00b2", "tcp:h:70000", "tcp:\x1b[2J:x", "x" * 200, "unix:a\0b"])
+async def test_what_is_no_address_is_a_config_error(address: Any) -> None:
+    with pytest.raises(ConfigError):
+        await make_engine(address, events_token="t").start()
+
+
+def test_a_token_is_not_shown_and_must_be_text() -> None:
+    assert "S3CRET" not in repr(PublishOptions(events="tcp:127.0.0.1:0", events_token="S3CRET"))
+    with pytest.raises(ConfigError, match=r"token .* is not valid Unicode"):
+        EventServer("tcp:127.0.0.1:0", token="\ud800")
+
+
+async def test_a_prompt_that_is_no_text_is_refused_by_the_viewers_side(path: Path) -> None:
+    async with make_engine(path, allow_events_control=True), SocketSource(str(path)) as source:
+        async for item in source:
+            if isinstance(item, SourceStatus) and item.state == "live":
+                break
+        assert source.engine is not None
+        with pytest.raises(ControlError, match="not valid Unicode"):
+            await source.engine.submit("a\ud800")

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import orjson
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from aioengine.config import EngineConfig, ModelInfo
 from aioengine.core.scheduler_output import (
@@ -17,10 +22,18 @@ from aioengine.core.scheduler_output import (
     SchedulerOutput,
     SchedulerStats,
 )
+from aioengine.events.json_form import json_form
+from aioengine.events.replay import read_recording
 from aioengine.events.step_event import SCHEMA_VERSION, EngineSnapshot, Event, RequestInfo, StepEvent, StepResultEvent
 from aioengine.events.wire import HIDDEN_TOKEN_ID, WireError, WireHeader, decode, decode_header, encode, encode_header
-from aioengine.sampling_params import SamplingParams
-from tests.events.strategies import events
+from aioengine.printable import printable, printable_json
+from aioengine.sampling_params import RequestOutputKind, SamplingParams
+from aioengine_tui.model.export import state_to_json
+from aioengine_tui.plain import render_plain
+from aioengine_tui.state import DashboardState
+from tests.events.strategies import accepted_events, events
+
+DATA = Path(__file__).parent / "data"
 
 STEP = StepEvent(
     step_id=3,
@@ -88,6 +101,151 @@ def test_round_trip_without_prompts_keeps_everything_else(event: Event) -> None:
     assert encode(decode(line)) == line
 
 
+@settings(max_examples=100, deadline=None)
+@given(accepted_events, st.booleans())
+def test_every_event_of_accepted_parameters_is_written_read_and_replayed(event: Event, include_prompts: bool) -> None:
+    line = encode(event, include_prompts=include_prompts)
+    assert line.count(b"\n") == 1
+    assert line.endswith(b"\n")
+    read = decode(line)
+    expected = event if include_prompts else without_prompts(event)
+    # A JSON schema of a user's own objects has no equal form; what is marked may differ, and nothing else.
+    assert read.approximate or json_form(dataclasses.asdict(read)) == json_form(dataclasses.asdict(expected))
+    assert encode(decode(line), include_prompts=include_prompts) == line, "a recording can be copied"
+    state = DashboardState()
+    state.apply(read)
+    shown = printable_json(state_to_json(state))
+    assert printable(shown) == shown
+    assert printable(render_plain(state), keep="\n") == render_plain(state)
+
+
+class _Angry(Mapping[str, object]):
+    """A mapping that cannot be looked into."""
+
+    def __getitem__(self, key: str) -> object:
+        raise RuntimeError("no")
+
+    def __iter__(self) -> Iterator[str]:
+        raise RuntimeError("no")
+
+    def __len__(self) -> int:
+        return 1
+
+
+_LOOP: list[object] = []
+_LOOP.append(_LOOP)
+_DEEP: list[object] = []
+for _ in range(5000):
+    _DEEP = [_DEEP]
+
+
+@pytest.mark.parametrize(
+    ("value", "form"),
+    [
+        (2**70, 2**64 - 1),
+        (-(10**400), -(2**63)),
+        (np.int64(7), 7),
+        (np.float32(0.5), 0.5),
+        ("a\ud800b", "a\\ud800b"),
+        ({1: "x", None: "y", "\udfff": 2}, {"1": "x", "None": "y", "\\udfff": 2}),
+        ({10**5000: 1}, {str(2**64 - 1): 1}),
+        (MappingProxyType({"a": (1, 2)}), {"a": [1, 2]}),
+        ({"b", "a"}, ["a", "b"]),
+        (b"bytes", "<bytes>"),
+        (object(), "<object>"),
+        (_Angry(), "<_Angry>"),
+        (RequestOutputKind.DELTA, 1),
+        (BlockChanges([2**70]), {"allocated": [2**64 - 1], "freed": [], "evicted": [], "cached": [], "cached_hashes": []}),
+    ],
+)
+def test_what_json_has_no_form_for_gets_the_nearest_one(value: object, form: object) -> None:
+    assert json_form(value) == form
+    assert orjson.loads(orjson.dumps(json_form(value))) == form
+
+
+def test_what_holds_itself_ends_somewhere() -> None:
+    assert b"\\u2026" in orjson.dumps(json_form(_LOOP)).decode().encode("ascii", "backslashreplace")
+    assert b"\\u2026" in orjson.dumps(json_form(_DEEP)).decode().encode("ascii", "backslashreplace")
+
+
+def test_an_event_that_is_not_exact_says_so_and_an_exact_one_does_not() -> None:
+    odd = dataclasses.replace(STEP, added=[RequestInfo("new", 3, 16, 0.5, priority=2**70)])
+    read = decode(encode(odd))
+    assert isinstance(read, StepEvent)
+    assert read.approximate
+    assert read.added[0].priority == 2**64 - 1
+    assert not decode(encode(STEP)).approximate
+
+
+def test_a_header_of_any_file_name_is_written() -> None:
+    header = WireHeader.create("model\udcff", {"path": "/models/\udcff", "seed": 2**70})
+    assert decode_header(encode_header(header)) == dataclasses.replace(header, model="model\\udcff")
+
+
+# ---------------------------------------------------------------------------------------------------- other versions
+@pytest.mark.parametrize(("name", "num_events"), [("schema_1.jsonl", 4), ("schema_1_with_text.jsonl", 19)])
+def test_recordings_of_schema_1_still_read_and_replay(name: str, num_events: int) -> None:
+    recording = read_recording(DATA / name)
+    assert recording.header.schema_version == 1
+    assert len(recording.events) == num_events
+    state = DashboardState()
+    state.apply(recording.header)
+    for event in recording.events:
+        assert not event.approximate, "a field that the line lacks has its default"
+        state.apply(event)
+    ends = {row.request_id: row.finish_reason for row in state.rows()}
+    if recording.header.include_prompts:
+        assert ends == {"first": "length", "second": "length", "third \N{SNOWMAN}": "abort"}
+        assert state.totals.num_preemptions == 1
+        params = next(event for event in recording.events if isinstance(event, StepEvent)).output.scheduled_new_reqs[0].sampling_params
+        assert params == SamplingParams(temperature=0.5, top_k=7, seed=2**63 + 5, max_tokens=3, stop=("zzz",), logit_bias={5: 1.5})
+        snapshot = next(event for event in recording.events if isinstance(event, EngineSnapshot))
+        assert snapshot.requests[0].prompt == "hello world"
+    else:
+        assert ends == {"only": "length"}
+
+
+def test_parameters_that_only_an_older_engine_took_still_read() -> None:
+    line = encode(STEP).replace(b'"sampling_params":{', b'"sampling_params":{"temperature":-1.0,"bad_words":["x"],')
+    with pytest.raises(WireError, match="temperature must be"):
+        decode(line)
+    event = decode(line, schema_version=1)
+    assert isinstance(event, StepEvent)
+    params = event.output.scheduled_new_reqs[0].sampling_params
+    assert (params.temperature, params.bad_words, params.stop, params.top_k) == (-1.0, ("x",), ("END",), 0)
+    with pytest.raises(WireError, match=r"not a step event of schema version 1.*heat"):
+        decode(line.replace(b'"temperature"', b'"heat"'), schema_version=1)
+
+
+@pytest.mark.parametrize("cls", [StepEvent, StepResultEvent, EngineSnapshot, SchedulerOutput, SchedulerStats, BlockChanges, RequestInfo])
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_a_line_that_lacks_a_field_with_a_default_reads(cls: type[Any], data: st.DataObject) -> None:
+    """So a field that is added with a default changes no older recording."""
+    event = data.draw(events)
+    line = orjson.loads(encode(event, include_prompts=True))
+    optional = [f.name for f in dataclasses.fields(cls) if _has_default(f)]
+    holders = list(_objects_with_fields(line, [f.name for f in dataclasses.fields(cls)]))
+    if optional and holders:
+        del data.draw(st.sampled_from(holders))[data.draw(st.sampled_from(optional))]
+    decode(orjson.dumps(line))
+
+
+def _has_default(f: dataclasses.Field[Any]) -> bool:
+    return f.default is not dataclasses.MISSING or f.default_factory is not dataclasses.MISSING
+
+
+def _objects_with_fields(value: Any, names: list[str]) -> Iterator[dict[str, Any]]:
+    if isinstance(value, dict):
+        if set(names) == value.keys() - {"type"}:
+            yield value
+        for inner in value.values():
+            yield from _objects_with_fields(inner, names)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _objects_with_fields(inner, names)
+
+
 def test_prompts_leave_the_process_only_when_asked_for() -> None:
     hidden, shown = encode(STEP), encode(STEP, include_prompts=True)
     assert b"secret" not in hidden
@@ -151,6 +309,8 @@ def test_a_bad_header_is_named(line: bytes, message: str) -> None:
         (b'{"type": ["step"]}', "unknown event type"),
         (b'{"type": "snapshot", "step_id": 1}', "not a snapshot event"),
         (encode(STEP).replace(b'"token_budget"', b'"purse"'), "not a step event.*purse"),
+        (encode(STEP).replace(b'"step_id":3,"time"', b'"step_id":"../../x","time"'), "no number"),
+        (encode(STEP).replace(b'"num_prompt_tokens":3}', b'"num_prompt_tokens":1000000000000}'), "1000000000000 tokens are not"),
         (encode(STEP).replace(b'"sampling_params":{', b'"sampling_params":{"temperature":-1.0,'), "temperature must be"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -12,8 +13,10 @@ import pytest
 
 from aioengine.errors import InvalidRequestError
 from aioengine.sampling_params import SamplingParams, StructuredOutputsParams
+from aioengine.structured_output.compile_thread import STACK_BYTES
+from aioengine.structured_output.compiler import MAX_CACHED_GRAMMARS
 from aioengine.structured_output.grammar import MAX_GRAMMAR_CHARS, MAX_RULES
-from aioengine.structured_output.manager import COMPILE_STACK_BYTES, MAX_CACHED_GRAMMARS, StructuredOutputManager
+from aioengine.structured_output.manager import StructuredOutputManager
 from aioengine.structured_output.matcher import GrammarError, GrammarMatcher
 from aioengine.testing import EOS_TOKEN_ID, FakeTokenizer
 
@@ -46,7 +49,6 @@ SCHEMA = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-# The last one cannot be checked byte by byte: it is one token here.
 AWKWARD = ['q"', "b\\s", "\n", "\x7f\x00", "é🙂", "{x}", "/a/", "<|user|>"]
 LARK = r"""
 start: sum
@@ -65,7 +67,7 @@ NUMBER: /[0-9]+/
         ({"regex": r"^\w+@x\.org$"}, ["me@x.org"], ["me@xAorg", "@x.org"]),
         ({"regex": "é|/|\n|\""}, ["é", "/", "\n", '"'], ["e", ""]),
         ({"choice": ["yes", "no", "yesterday"]}, ["yes", "no", "yesterday"], ["", "ye", "yesno"]),
-        ({"choice": AWKWARD}, AWKWARD[:-1], ["q"]),
+        ({"choice": AWKWARD}, AWKWARD, ["q"]),
         ({"json": SCHEMA}, ['{"name":"Al","age":3}', '{"name": "é",\n "age": 30}'], ['{"name":"Al"}', '{"name":"toolong","age":1}', "{}"]),
         ({"json": json.dumps(SCHEMA), "disable_any_whitespace": True}, ['{"name":"","age":0}'], ['{"name": "", "age": 0}']),
         ({"json": {"enum": ["a", 1, None]}}, ['"a"', "1", "null"], ["a", "2"]),
@@ -236,7 +238,7 @@ async def test_the_vocabulary_is_built_once_and_beside_the_loop(monkeypatch: pyt
     await asyncio.gather(*(manager.compile(StructuredOutputsParams(regex=f"a{{{n}}}")) for n in range(1, 9)))
     assert len(threads) == 1
     assert threads[0] != threading.get_ident()
-    assert threading.stack_size() != COMPILE_STACK_BYTES, "other threads keep their size"
+    assert threading.stack_size() != STACK_BYTES, "other threads keep their size"
     manager.shutdown()
 
 
@@ -246,7 +248,7 @@ async def test_grammars_are_compiled_once_and_not_kept_for_ever(manager: Structu
     assert await manager.compile(StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True)) is not first
     for n in range(1, MAX_CACHED_GRAMMARS):
         await manager.compile(StructuredOutputsParams(regex=f"a{{{n}}}"))
-    assert len(manager._cache) == MAX_CACHED_GRAMMARS
+    assert len(manager._compiler._cache) == MAX_CACHED_GRAMMARS
     assert await manager.compile(StructuredOutputsParams(json=SCHEMA)) is not first, "the oldest had to go"
 
 
@@ -262,3 +264,83 @@ async def test_live_requests(manager: StructuredOutputManager) -> None:
     manager.remove("x")
     assert "x" not in manager
     assert len(manager) == 1
+
+
+async def test_white_space_between_the_tokens_of_json_is_bounded(manager: StructuredOutputManager) -> None:
+    """A small model writes newlines for ever where nothing stops it."""
+    for given in ({"json_object": True}, {"json": {"type": "object"}}, {"json": '{"type": "array"}'}):
+        grammar = await manager.compile(StructuredOutputsParams(**given))
+        start, end = "[]" if "array" in str(given) else "{}"
+        assert matches(grammar.start(SamplingParams()), f"{start}{' ' * 16}{end}")
+        assert not matches(grammar.start(SamplingParams()), f"{start}{' ' * 17}{end}")
+
+
+@pytest.mark.parametrize(
+    ("own", "options", "good", "bad"),
+    [
+        ({"whitespace_pattern": "[ ]{1,40}"}, {}, "{" + " " * 40 + "}", "{" + " " * 41 + "}"),
+        ({"whitespace_flexible": False}, {}, "{}", "{ }"),
+        ({"whitespace_pattern": "[ ]+"}, {"disable_any_whitespace": True}, "{}", "{ }"),
+    ],
+)
+async def test_a_schema_may_have_white_space_of_its_own(
+    manager: StructuredOutputManager, own: dict[str, Any], options: dict[str, Any], good: str, bad: str
+) -> None:
+    grammar = await manager.compile(StructuredOutputsParams(json={"type": "object", "x-guidance": own}, **options))
+    assert matches(grammar.start(SamplingParams()), good)
+    assert not matches(grammar.start(SamplingParams()), bad)
+
+
+@pytest.mark.parametrize(
+    ("schema", "cause"),
+    [
+        ({"type": "integer", "minimum": 2**53 + 1}, r"9007199254740993 at /minimum"),
+        ({"properties": {"default": {"const": -(2**70)}}}, "at /properties/default/const"),
+        ({"enum": [1, 904.4924567151611]}, "904.4924567151611 at /enum/1"),
+        ({"exclusiveMaximum": 1e300}, r"1e\+300 at /exclusiveMaximum"),
+        ({"items": {"multipleOf": 10**400}}, "at /items/multipleOf"),
+        ('{"const": 1e400}', "at /const"),
+        ({"pattern": "[\x00-\x1f]"}, "control characters"),
+        ({"pattern": r"\p{Cc}"}, "control characters"),
+        ({"patternProperties": {r"^\P{P}$": {}}}, "control characters"),
+        ({"const": "\ud800"}, "not valid JSON"),
+    ],
+    ids=str,
+)  # fmt: skip
+async def test_what_the_compiler_of_schemas_would_read_differently_is_refused(
+    manager: StructuredOutputManager, schema: Any, cause: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=f"structured_outputs.json .*{cause}"):
+        await manager.compile(StructuredOutputsParams(json=schema))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [r'^[^"]$', r"^[^\\]$", r'^[^"\\]$', r"^[^\x00-\x1f]$", r"^[^]a]$", r"^[^-a]$", r"^[]a]$", r"^\[\^$", "^.$", r"^[^\p{Cc}]$", "^a--b$"],
+)
+async def test_a_pattern_means_inside_a_string_what_it_says(manager: StructuredOutputManager, pattern: str) -> None:
+    grammar = await manager.compile(StructuredOutputsParams(json={"type": "string", "pattern": pattern}))
+    is_control = r"\p{Cc}" in pattern
+    for text in [*"\n\t", *(chr(code) for code in range(32, 127)), "[^", "a--b"]:
+        wanted = ord(text[0]) >= 32 if is_control and len(text) == 1 else not is_control and re.search(pattern, text) is not None
+        assert matches(grammar.start(SamplingParams()), json.dumps(text)) == wanted, text
+
+
+async def test_no_name_of_a_property_has_a_second_spelling(manager: StructuredOutputManager) -> None:
+    """Else a property that the schema types could come as an additional one."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}}
+    grammar = await manager.compile(StructuredOutputsParams(json=schema))
+    for text, is_match in (('{"a":1,"b":"x"}', True), ('{"\\u0061":"x"}', False), ('{"a":"x"}', False), ('{"\\n":"x"}', True)):
+        assert matches(grammar.start(SamplingParams()), text) == is_match, text
+
+
+async def test_a_schema_with_control_characters_can_have_them(manager: StructuredOutputManager) -> None:
+    for schema in ({"const": "a\x00b"}, {"enum": ["\x1f\x7f"]}, {"type": "string", "pattern": r"^[\x01-\x05]$"}):
+        grammar = await manager.compile(StructuredOutputsParams(json=schema))
+        text = json.dumps(schema.get("const", schema.get("enum", ["\x03"])[0])).replace("\x7f", "\\u007f")
+        assert matches(grammar.start(SamplingParams()), text)
+
+
+async def test_numbers_in_comments_and_exact_ones_are_taken(manager: StructuredOutputManager) -> None:
+    schema = {"default": 2**70, "examples": [1e300], "type": "integer", "minimum": -(2**53), "maximum": 2**53, "multipleOf": 0.5}
+    await manager.compile(StructuredOutputsParams(json=schema))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from aioengine.worker.sample.grammar import apply_bitmask
+from aioengine.worker.sample.grammar import apply_bitmask, let_grammars_end
 
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 8, 9, 261, 4099])
@@ -34,3 +34,16 @@ def test_nan_is_not_hidden() -> None:
 def test_a_bitmask_that_is_too_short_is_refused() -> None:
     with pytest.raises(ValueError, match="2 bytes does not cover 17 tokens"):
         apply_bitmask(torch.zeros(17), b"\xff\xff")
+
+
+def test_an_output_ends_where_the_other_masks_have_left_nothing_but_its_end() -> None:
+    """Only there: not where something is left, where the grammar does not allow the end, or where logits are not numbers."""
+    eos_token_ids = np.array([2, 9])
+    may_end, may_not = bytes([0b0000_0111, 0b10]), bytes([0b0000_0011, 0b0])
+    logits = torch.full((5, 10), -torch.inf)
+    logits[1, 0] = 1.0
+    logits[3, 4] = torch.nan
+    before = logits.clone()
+    let_grammars_end(logits, {0: may_end, 1: may_end, 2: may_not, 3: may_end}, eos_token_ids)
+    assert logits[0].isfinite().nonzero()[:, 0].tolist() == [2, 9]
+    assert torch.equal(logits[1:].nan_to_num(7.0), before[1:].nan_to_num(7.0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -33,8 +34,20 @@ def make_requests() -> list[Request]:
     return requests
 
 
-def drive(driver: Any, config: ResolvedConfig, *, num_blocks: int, requests: list[Request]) -> tuple[dict[str, list[int]], Scheduler]:
-    """The engine's loop without an engine: up to `max_concurrent_batches` planned steps wait for the runner."""
+def drive(
+    driver: Any,
+    config: ResolvedConfig,
+    *,
+    num_blocks: int,
+    requests: list[Request],
+    reset_every: int = 0,
+    later_budget: int | None = None,
+) -> tuple[dict[str, list[int]], Scheduler]:
+    """The engine's loop without an engine: up to `max_concurrent_batches` planned steps wait for the runner.
+
+    reset_every: steps from one reset of the prefix cache, with whoever runs, to the next; 0: none. later_budget: of a step, once all
+    requests run.
+    """
     scheduler = Scheduler(
         config.scheduler,
         cache=config.cache,
@@ -49,6 +62,10 @@ def drive(driver: Any, config: ResolvedConfig, *, num_blocks: int, requests: lis
     while scheduler.has_work or planned:
         while len(planned) < config.scheduler.max_concurrent_batches and (out := scheduler.schedule()) is not None:
             planned.append(out)
+        if reset_every and planned[0].step_id % reset_every == 0:
+            assert scheduler.reset_prefix_cache(reset_running_requests=True)
+        if later_budget is not None and len(scheduler.running) == len(requests):
+            scheduler.config = dataclasses.replace(scheduler.config, max_num_batched_tokens=later_budget)
         out = planned.popleft()
         driver.runner.execute_model(out)
         for core_output in scheduler.update_from_output(out, driver.sample()):
@@ -58,9 +75,17 @@ def drive(driver: Any, config: ResolvedConfig, *, num_blocks: int, requests: lis
 
 @pytest.fixture
 def run(make_driver: Callable[..., Any], make_config: Callable[..., ResolvedConfig]) -> Callable[..., Any]:
-    def run(requests: list[Request], *, num_blocks: int = NUM_BLOCKS_BIG, **options: Any) -> tuple[dict[str, list[int]], Scheduler]:
+    def run(
+        requests: list[Request],
+        *,
+        num_blocks: int = NUM_BLOCKS_BIG,
+        reset_every: int = 0,
+        later_budget: int | None = None,
+        **options: Any,
+    ) -> tuple[dict[str, list[int]], Scheduler]:
         driver = make_driver(num_blocks=num_blocks, **options)
-        result = drive(driver, make_config(**options), num_blocks=num_blocks, requests=requests)
+        config = make_config(**options)
+        result = drive(driver, config, num_blocks=num_blocks, requests=requests, reset_every=reset_every, later_budget=later_budget)
         assert driver.runner.states.num_free_slots == driver.runner.states.max_num_reqs
         assert driver.runner.states.num_requests == 0
         return result
@@ -85,5 +110,24 @@ def test_same_tokens_as_alone(run: Callable[..., Any], overlap: bool, num_blocks
     )
     assert outputs == alone
     assert (scheduler.num_preemptions > 0) == (num_blocks == 14)
-    assert (scheduler.kv_cache_manager.prefix_cache_hits > 0) == prefix_caching
+    assert (scheduler.make_stats().prefix_cache_hits > 0) == prefix_caching
     assert max(len(tokens) for tokens in alone.values()) > 15
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain"])
+def test_same_tokens_when_the_prefix_cache_is_reset_under_running_requests(run: Callable[..., Any], overlap: bool) -> None:
+    expected, _ = run(make_requests(), async_scheduling=overlap, max_num_batched_tokens=16)
+    outputs, scheduler = run(make_requests(), async_scheduling=overlap, max_num_batched_tokens=16, reset_every=5)
+    assert outputs == expected
+    assert scheduler.make_stats().num_resumed_reqs > 10
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain"])
+def test_who_is_left_out_of_a_step_goes_on_from_its_last_token(run: Callable[..., Any], overlap: bool) -> None:
+    """Steps with room for two of seven: what the others sampled last waits on the device, and no placeholder is ever an input."""
+    alone: dict[str, list[int]] = {}
+    for request in make_requests():
+        alone |= run([request], async_scheduling=False, enable_prefix_caching=False)[0]
+    outputs, scheduler = run(make_requests(), async_scheduling=overlap, max_num_seqs=8, later_budget=2)
+    assert scheduler.config.max_num_batched_tokens == 2
+    assert outputs == alone

@@ -14,6 +14,7 @@ from aioengine.errors import ConfigError
 from aioengine.models import loader
 from aioengine.models.files import ModelFiles
 from aioengine.worker.worker import Worker
+from aioengine_kernels.cpu import library
 
 MakeConfig = Callable[..., ResolvedConfig]
 FILES = ModelFiles(name="tiny", folder=Path("nowhere"), weights=(), format="gguf")
@@ -87,6 +88,15 @@ def test_the_cache_is_allocated_for_every_layer_and_freed(make_worker: Callable[
 def test_an_unknown_backend_is_refused_before_anything_is_loaded(make_config: MakeConfig) -> None:
     with pytest.raises(ConfigError, match="unknown attention_backend 'nope'"):
         Worker(make_config(attention_backend="nope"), files=FILES)
+
+
+def test_a_wrong_instruction_set_is_refused_before_anything_is_loaded(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "status", lambda: None)
+    monkeypatch.setattr(library, "supported_isas", lambda: ("portable", "avx2"))
+    monkeypatch.setenv("AIOENGINE_CPU_ISA", "avx1024")
+    message = "AIOENGINE_CPU_ISA is wrong: instruction set 'avx1024' is not available here; this CPU runs: portable, avx2"
+    with pytest.raises(ConfigError, match=message):
+        Worker(make_config(), files=FILES)
 
 
 def test_threads_are_set_in_the_calling_thread(make_config: MakeConfig) -> None:

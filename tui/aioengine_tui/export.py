@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import csv
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from aioengine.printable import PROSE, printable, printable_json
 
 Plain = str | int | float | bool | None
 
@@ -24,18 +25,17 @@ class ExportTable:
 def write_table(table: ExportTable, *, folder: Path, stem: str, form: ExportFormat) -> Path:
     """Write the table to a new file in `folder` and return its path. An existing file is never overwritten.
 
-    CSV: text that a spreadsheet would take for a formula gets a quote in front, because request ids and texts are other
-    people's input. JSON: a list of objects. Raises OSError.
+    CSV: text that a spreadsheet would take for a formula gets a quote in front, and control characters become dots, because
+    request ids and texts are other people's input. JSON: a list of objects; control characters are escaped. Raises OSError.
     """
     path = _free_path(folder, stem, form)
     with path.open("x", encoding="utf-8", newline="") as file:
         if form == "csv":
             writer = csv.writer(file)
-            writer.writerow(table.columns)
+            writer.writerow([_harmless(name) for name in table.columns])
             writer.writerows([[_harmless(value) for value in row] for row in table.rows])
         else:
-            json.dump([dict(zip(table.columns, row, strict=True)) for row in table.rows], file, ensure_ascii=False, indent=1)
-            file.write("\n")
+            file.write(printable_json([dict(zip(table.columns, row, strict=True)) for row in table.rows], indent=1) + "\n")
     return path
 
 
@@ -49,4 +49,6 @@ def _free_path(folder: Path, stem: str, suffix: str) -> Path:
 
 
 def _harmless(value: Plain) -> Plain:
-    return "'" + value if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r") else value
+    if not isinstance(value, str):
+        return value
+    return ("'" if value[:1] in ("=", "+", "-", "@", "\t", "\r") else "") + printable(value, keep=PROSE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from aioengine.printable import printable
 from aioengine_tui.state import DashboardState, RequestRow
 
 _GLYPHS = {"waiting": "w", "running": "r", "preempted": "p", "cleaning_up": "c", "finished": "f"}
@@ -9,7 +10,7 @@ _GLYPHS = {"waiting": "w", "running": "r", "preempted": "p", "cleaning_up": "c",
 
 def render_plain(state: DashboardState, *, width: int = 80, max_requests: int = 20) -> str:
     """Lines of at most `width` characters, without control sequences; a line that was cut ends in "…"."""
-    lines = [*_summary(state), "", *_step(state), "", *_requests(state, max_requests)]
+    lines = [printable(line) for line in (*_summary(state), "", *_step(state), "", *_requests(state, max_requests))]
     return "\n".join(line if len(line) <= width else line[: width - 1] + "…" for line in lines) + "\n"
 
 

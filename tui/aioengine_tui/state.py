@@ -80,7 +80,7 @@ class Gauges:
     now: float
     uptime: float | None  # seconds since the engine started, if the header is known
     steps_per_s: float
-    prefill_tokens_per_s: float  # prompts, and what preemptions made necessary again
+    prefill_tokens_per_s: float  # of prompts; what preemptions make necessary again is in Totals.num_recomputed_tokens
     decode_tokens_per_s: float  # sampled and accepted
     num_running: int
     num_waiting: int  # without the preempted ones
@@ -92,7 +92,7 @@ class Gauges:
     num_cached_blocks: int  # owned or not
     num_shared_blocks: int
     num_total_blocks: int
-    prefix_hit_rate: float | None  # 0..1, of all tokens looked up since the engine started
+    prefix_hit_rate: float | None  # 0..1, of the tokens that the last 1000 requests looked up
     acceptance_rate: float | None  # 0..1, of all guesses that were checked since the engine started
     num_draft_tokens: int  # those guesses
     ttft_p50: float | None  # seconds, of the last minute
@@ -291,7 +291,7 @@ class DashboardState:
             num_cached_blocks=stats.num_cached_blocks,
             num_shared_blocks=self.blocks.num_shared,
             num_total_blocks=stats.num_total_blocks,
-            prefix_hit_rate=stats.prefix_cache_hits / stats.prefix_cache_queries if stats.prefix_cache_queries else None,
+            prefix_hit_rate=stats.prefix_cache_hit_rate,
             acceptance_rate=stats.acceptance_rate,
             num_draft_tokens=stats.num_draft_tokens,
             ttft_p50=ttft_p50,

@@ -63,7 +63,7 @@ def sampling_arrays(batch: SamplingBatch, slots: npt.NDArray[np.int64], *, vocab
         slots.astype(np.int32),
         batch.temperature,
         np.minimum(batch.top_k, vocab_size).astype(np.int32),
-        batch.top_p.astype(np.float32),
+        np.maximum(batch.top_p.astype(np.float32), np.finfo(np.float32).tiny),  # what float64 has below is 0 in float32
         np.exp(batch.log_min_p),
         batch.seeds.view(np.int64),
         batch.output_indices.astype(np.int32),
@@ -108,6 +108,7 @@ def sample_on_device(
     *,
     last_sampled_tokens: torch.Tensor,  # [max_num_reqs] int32, written at `staged.slots`
     allowed: tuple[torch.Tensor, torch.Tensor] | None = None,  # rows [g] int64 and their bits [g, bytes] uint8, see `apply_bitmask`
+    eos_token_ids: torch.Tensor | None = None,  # [e] int64: what ends an output that a grammar calls complete
     logprobs_mode: LogprobsMode = "raw_logprobs",
 ) -> DeviceSamples:
     """One token a row, in the order of the host's sampler, but for the last step: the Gumbel arg-max."""
@@ -123,6 +124,8 @@ def sample_on_device(
     if staged.edits is not None:
         apply_bias(logits, staged.edits)
         apply_penalties(logits, staged.edits)
+        if allowed is not None and eos_token_ids is not None:
+            _let_grammars_end(logits, *allowed, eos_token_ids)
     best = logits.amax(dim=-1)
     if staged.needs_filters:
         top_k_top_p(logits, temperature=staged.temperature, top_k=staged.top_k, top_p=staged.top_p, min_p=staged.min_p)
@@ -146,7 +149,18 @@ def sample_on_device(
 def _mask_forbidden(logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> None:
     shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
     is_allowed = ((bits.unsqueeze(-1) >> shifts) & 1).flatten(1)[:, : logits.shape[1]].bool()
-    logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(~is_allowed, -torch.inf))
+    chosen = logits.index_select(0, rows)
+    # NaN stays NaN, as on the host: a request that has it fails, and a mask must not make it look fine.
+    logits.index_copy_(0, rows, chosen.masked_fill_(~(is_allowed | chosen.isnan()), -torch.inf))
+
+
+def _let_grammars_end(logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor, eos_token_ids: torch.Tensor) -> None:
+    """As `grammar.let_grammars_end`, without a look at the numbers on the host. eos_token_ids: [e] int64."""
+    chosen = logits.index_select(0, rows)  # [g, vocab_size]
+    is_dead = (chosen == -torch.inf).all(dim=1)
+    may_end = ((bits.index_select(1, eos_token_ids // 8) >> (eos_token_ids % 8).to(torch.uint8)) & 1).bool()  # [g, e]
+    ending = chosen.index_select(1, eos_token_ids).masked_fill_(may_end & is_dead[:, None], 0.0)
+    logits.index_put_((rows[:, None], eos_token_ids), ending)
 
 
 def _rank(token_ids: torch.Tensor, logits: torch.Tensor, *, as_logits: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from aioengine.sampling_params import SamplingParams
+from aioengine.worker.sample.row import check_edit_widths
 
 LongArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
@@ -31,7 +32,8 @@ class RequestEdits:
 
     allowed_token_ids: LongArray | None
     bad_token_ids: LongArray  # the bad words of one token
-    bad_words: tuple[tuple[int, ...], ...]  # those of several
+    word_prefixes: LongArray  # [w, m]: those of several: their tokens but the last, at the right; -1 at the left
+    word_last_ids: LongArray  # [w]: their last tokens
     bias_token_ids: LongArray
     biases: FloatArray
     repetition_penalty: float
@@ -44,7 +46,7 @@ class RequestEdits:
 
     @property
     def needs_history(self) -> bool:
-        return self.has_penalties or bool(self.bad_words)
+        return self.has_penalties or len(self.word_last_ids) > 0
 
 
 def request_edits(params: SamplingParams, *, vocab_size: int) -> RequestEdits | None:
@@ -52,18 +54,35 @@ def request_edits(params: SamplingParams, *, vocab_size: int) -> RequestEdits | 
     has_penalties = params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
     if params.allowed_token_ids is None and not params.bad_words_token_ids and not params.logit_bias and not has_penalties:
         return None
+    check_edit_widths(params)
     words = [word for word in params.bad_words_token_ids if word and max(word) < vocab_size]
-    biases = {token_id: bias for token_id, bias in params.logit_bias.items() if token_id < vocab_size}
+    bias_ids = np.fromiter(params.logit_bias, dtype=np.int64, count=len(params.logit_bias))
+    biases = np.fromiter(params.logit_bias.values(), dtype=np.float32, count=len(bias_ids))
+    prefixes, last = _split_words([word for word in words if len(word) > 1])
     return RequestEdits(
         allowed_token_ids=None if params.allowed_token_ids is None else _ids_below(vocab_size, params.allowed_token_ids),
         bad_token_ids=np.asarray([word[0] for word in words if len(word) == 1], dtype=np.int64),
-        bad_words=tuple(word for word in words if len(word) > 1),
-        bias_token_ids=np.fromiter(biases, dtype=np.int64, count=len(biases)),
-        biases=np.fromiter(biases.values(), dtype=np.float32, count=len(biases)),
+        word_prefixes=prefixes,
+        word_last_ids=last,
+        bias_token_ids=bias_ids[bias_ids < vocab_size],
+        biases=biases[bias_ids < vocab_size],
         repetition_penalty=params.repetition_penalty,
         frequency_penalty=params.frequency_penalty,
         presence_penalty=params.presence_penalty,
     )
+
+
+def _split_words(words: Sequence[Sequence[int]]) -> tuple[LongArray, LongArray]:
+    """[w, m]: the tokens but the last of each word, at the right, -1 at the left; [w]: the last ones."""
+    width = max((len(word) - 1 for word in words), default=0)
+    prefixes = np.full((len(words), width), -1, dtype=np.int64)
+    for place, word in enumerate(words):
+        prefixes[place, width + 1 - len(word) :] = word[:-1]
+    return prefixes, np.asarray([word[-1] for word in words], dtype=np.int64)
+
+
+def _widen(prefixes: LongArray, width: int) -> LongArray:
+    return np.pad(prefixes, ((0, 0), (width - prefixes.shape[1], 0)), constant_values=-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +122,9 @@ def edit_arrays(
     histories = [(row, edits) for row, edits in rows if edits.needs_history]
     history_rows = np.asarray([row for row, _ in histories], dtype=np.int64)
     allowed = [(row, edits.allowed_token_ids) for row, edits in rows if edits.allowed_token_ids is not None]
-    words = [(place, row, word) for place, (row, edits) in enumerate(histories) for word in edits.bad_words]
-    width = max((len(word) - 1 for _, _, word in words), default=0)
-    prefixes = [(-1,) * (width + 1 - len(word)) + word[:-1] for _, _, word in words]
+    words = [(place, row, edits) for place, (row, edits) in enumerate(histories) if len(edits.word_last_ids)]
+    width = max((edits.word_prefixes.shape[1] for _, _, edits in words), default=0)
+    no_prefixes = np.zeros((0, width), dtype=np.int64)
     lens = history_lens[history_rows]
     return EditArrays(
         allowed_rows=np.asarray([row for row, _ in allowed], dtype=np.int64),
@@ -118,9 +137,9 @@ def edit_arrays(
         history_lens=lens,
         num_prompt_tokens=num_prompt_tokens[history_rows],
         penalties=_columns([(e.repetition_penalty, e.frequency_penalty, e.presence_penalty) for _, e in histories]),
-        word_histories=np.asarray([place for place, _, _ in words], dtype=np.int64),
-        word_prefixes=np.asarray(prefixes, dtype=np.int64).reshape(len(words), width),
-        word_positions=np.asarray([row * vocab_size + word[-1] for _, row, word in words], dtype=np.int64),
+        word_histories=_join([np.full(len(edits.word_last_ids), place, dtype=np.int64) for place, _, edits in words]),
+        word_prefixes=np.concatenate([no_prefixes, *(_widen(edits.word_prefixes, width) for _, _, edits in words)]),
+        word_positions=_join([row * vocab_size + edits.word_last_ids for _, row, edits in words]),
         max_history_len=int(lens.max()) if len(lens) else 0,
         has_penalties=any(edits.has_penalties for _, edits in histories),
     )
@@ -235,7 +254,8 @@ def _penalise(logits: torch.Tensor, edits: LogitEdits, group: slice) -> None:
 
 
 def _ids_below(vocab_size: int, token_ids: Sequence[int]) -> LongArray:
-    return np.unique(np.asarray([i for i in token_ids if i < vocab_size], dtype=np.int64))
+    ids = np.asarray(token_ids, dtype=np.int64)
+    return np.unique(ids[ids < vocab_size])
 
 
 def _columns(rows: Sequence[tuple[float, float, float]]) -> FloatArray:  # [3, len(rows)]

@@ -21,8 +21,9 @@ its rows in full: a processor that keeps state keys it by `req_id`, and may rely
 `output_token_ids`. After a preemption the request goes on where it was; with guessed tokens a request has several rows in one
 step, each with the tokens before it, and a guess that was wrong does not come again.
 
-What a processor does to a row should depend on that row alone, or the output depends on who runs beside it. One that raises, or
-gives something else than logits, ends the engine with an error that names it.
+What a processor does to a row should depend on that row alone, or the output depends on who runs beside it. Where one raises, or
+gives something else than logits, it is called once more for each row of the step by itself: requests whose row it then fails for
+end with an error that names it, the others go on.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ The order is vLLM's:
 1. `raw_logprobs` and `raw_logits` are taken from what the model gave.
 2. What may not be sampled becomes -inf: the grammar's bitmask, allowed_token_ids, bad_words, min_tokens.
 3. logit_bias is added; custom processors that may change the arg-max (`logits_processor.py`).
-4. Penalties: repetition, then frequency, then presence.
+4. Penalties: repetition, then frequency, then presence. If nothing is left of what a grammar allows, and it allows the end of
+   the output, that is what comes.
 5. Greedy rows take the arg-max. The others: temperature, min_p, custom processors that are argmax-invariant, top_k, top_p, and
    the inverse of the cumulative distribution at one uniform number.
 6. `processed_logprobs` and `processed_logits` are taken from what the token was chosen from: after 4 for greedy rows, after
@@ -28,7 +29,7 @@ import torch
 from aioengine.config import LogprobsMode
 from aioengine.outputs import TokenLogprobs
 from aioengine.worker.sample.edits import LogitEdits, apply_bias, apply_masks, apply_penalties
-from aioengine.worker.sample.grammar import apply_bitmask
+from aioengine.worker.sample.grammar import apply_bitmask, let_grammars_end
 from aioengine.worker.sample.logits_processor import LoadedProcessor, ProcessorRow
 from aioengine.worker.sample.logprobs import collect_logprobs
 from aioengine.worker.sample.min_p import apply_min_p
@@ -137,6 +138,8 @@ def _edit(
         processors.apply(logits, argmax_invariant=False)
     if edits is not None:
         apply_penalties(logits, edits)
+    if bitmasks and (edits is not None or processors is not None):
+        let_grammars_end(logits, bitmasks, batch.eos_token_ids)
 
 
 def _score(logits: torch.Tensor, rows: npt.NDArray[np.int64], mode: LogprobsMode) -> torch.Tensor:  # [len(rows), vocab_size]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +9,7 @@ import numpy.typing as npt
 
 from aioengine.sampling_params import SamplingParams
 from aioengine.worker.sample.edits import EditArrays, RequestEdits, edit_arrays, request_edits
+from aioengine.worker.sample.row import params_row
 
 SlotArray = npt.NDArray[np.int64]
 
@@ -26,6 +26,7 @@ class SamplingBatch:
     output_indices: npt.NDArray[np.int64]  # [n]: how many tokens each request has generated before this one
     num_logprobs: npt.NDArray[np.int64]  # [n]; -1: none wanted
     ending_token_ids: dict[int, npt.NDArray[np.int64]]  # by row: what may not be sampled yet, because of min_tokens
+    eos_token_ids: SlotArray  # [e]: of the model, those that it has logits for
     edits: EditArrays | None = None  # None: no row has a penalty, a bias, allowed_token_ids or bad_words
 
 
@@ -35,6 +36,7 @@ class SamplingStates:
     def __init__(self, *, max_num_reqs: int, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
+        self.eos_token_ids = np.asarray(sorted(i for i in eos_token_ids if i < vocab_size), dtype=np.int64)
         self.temperature = np.zeros(max_num_reqs, dtype=np.float32)
         self.top_k = np.zeros(max_num_reqs, dtype=np.int64)
         self.top_p = np.ones(max_num_reqs, dtype=np.float64)
@@ -47,23 +49,30 @@ class SamplingStates:
         self._edits: dict[int, RequestEdits] = {}  # by slot: only of requests that change their logits
 
     def set(self, slot: int, params: SamplingParams, *, num_prompt_tokens: int = 0) -> None:
-        """Write a request's parameters to its slot; `params.seed` is a number here (the input processor drew it)."""
-        assert params.seed is not None, "the input processor fills in the seed"
-        self.temperature[slot] = 0.0 if params.is_greedy else params.temperature
-        self.top_k[slot] = max(params.top_k, 0)
-        self.top_p[slot] = params.top_p
-        self.log_min_p[slot] = math.log(params.min_p) if params.min_p > 0 else -math.inf
-        self.seeds[slot] = params.seed
-        self.min_tokens[slot] = params.min_tokens
-        self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        """Write a request's parameters to its slot; `params.seed` is a number here (the input processor drew it).
+
+        Raises ValueError, or whatever else shows that they cannot be written; the slot's row is to be `reset` then.
+        """
+        row, edits = params_row(params), request_edits(params, vocab_size=self._vocab_size)
+        self.temperature[slot] = row.temperature
+        self.top_k[slot] = row.top_k
+        self.top_p[slot] = row.top_p
+        self.log_min_p[slot] = row.log_min_p
+        self.seeds[slot] = row.seed
+        self.min_tokens[slot] = row.min_tokens
+        self.num_logprobs[slot] = row.num_logprobs
         self.num_prompt_tokens[slot] = num_prompt_tokens
         self.clear(slot)
-        if (edits := request_edits(params, vocab_size=self._vocab_size)) is not None:
+        if edits is not None:
             self._edits[slot] = edits
         ending = {i for i in self._eos_token_ids.union(params.stop_token_ids) if i < self._vocab_size}
         # The mask of a structured output has min_tokens in it: only there is known whether anything else is allowed.
         must_mask = params.min_tokens > 0 and params.structured_outputs is None
         self._ending_token_ids[slot] = np.asarray(sorted(ending) if must_mask else [], dtype=np.int64)
+
+    def reset(self, slot: int, *, num_prompt_tokens: int) -> None:
+        """A row that can be sampled from, whatever it means: greedy, with nothing that could fail."""
+        self.set(slot, SamplingParams(temperature=0.0, seed=0), num_prompt_tokens=num_prompt_tokens)
 
     def clear(self, slot: int) -> None:
         """The slot's request is gone: nothing of it must cost the others time."""
@@ -84,6 +93,7 @@ class SamplingStates:
             output_indices=output_indices,
             num_logprobs=self.num_logprobs[slots],
             ending_token_ids={row: ids for row in too_short if len(ids := self._ending_token_ids[slots[row]])},
+            eos_token_ids=self.eos_token_ids,
             edits=self._gather_edits(slots, output_indices) if self._edits else None,
         )
 

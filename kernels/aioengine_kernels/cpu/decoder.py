@@ -12,32 +12,10 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from aioengine_kernels.cpu.abi import Layer, Matrix, Step
 from aioengine_kernels.cpu.kernels import KV_TYPES, CpuKernels, KvCacheFormat
 from aioengine_kernels.cpu.library import ISAS, open_library
 from aioengine_kernels.cpu.packing import FusedMatrix, PackedMatrix
-
-_P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
-
-
-class _MatrixStruct(ctypes.Structure):
-    _fields_ = (("weights", _P), ("bias", _P), ("n", _L), ("k", _L), ("format", _I), ("fast", _I), ("next", _P))
-
-
-class _LayerStruct(ctypes.Structure):
-    _fields_ = (
-        *((name, _MatrixStruct) for name in ("qkv", "output", "gate_up", "down")),
-        *((name, _P) for name in ("input_norm", "post_norm", "query_norm", "key_norm", "cache")),
-    )
-
-
-class _StepStruct(ctypes.Structure):
-    _fields_ = (
-        *((name, _P) for name in ("residual", "normed", "final_norm", "cos_sin", "positions", "slots")),
-        *((name, _P) for name in ("block_table", "seq_lens", "query_start_loc")),
-        *((name, _L) for name in ("block_table_stride", "num_reqs", "m", "hidden", "window")),
-        *((name, _F) for name in ("eps", "scale", "soft_cap")),
-        *((name, _I) for name in ("isa", "num_threads", "kv_type", "block_size", "num_heads", "num_kv_heads", "head_dim")),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +63,6 @@ class NativeDecoder:
     ) -> None:
         """Raises ValueError for shapes that do not fit together."""
         self._library = open_library()
-        if self._library.aio_layer_bytes() != ctypes.sizeof(_LayerStruct) or self._library.aio_step_bytes() != ctypes.sizeof(_StepStruct):
-            raise RuntimeError("the native CPU library was built from other sources than this Python code: reinstall aioengine")
         f = shape.cache_format
         reason = KvCacheFormat.why_not(f.dtype, f.block_size, shape.num_heads, f.num_kv_heads, f.head_dim)
         if reason is not None:
@@ -101,8 +77,8 @@ class NativeDecoder:
         self._kept = (tuple(layers), tuple(kv_caches), final_norm, cos_sin)
         self._shape = shape
         self._num_layers = len(layers)
-        self._parts: list[_MatrixStruct] = []  # what the `next` of the layers' matrices points to
-        self._layers = (_LayerStruct * len(layers))(
+        self._parts: list[Matrix] = []  # what the `next` of the layers' matrices points to
+        self._layers = (Layer * len(layers))(
             *(_layer_struct(layer, cache, fast, self._parts) for layer, cache in zip(layers, kv_caches, strict=True))
         )
         self._fixed = {
@@ -142,7 +118,7 @@ class NativeDecoder:
         if block_table.dtype is not torch.int32 or block_table.dim() != 2 or block_table.shape[0] < num_reqs or block_table.stride(1) != 1:
             raise ValueError(f"block_table must be int32 [{num_reqs}, *], got {block_table.dtype} {list(block_table.shape)}")
         normed = torch.empty_like(residual)
-        step = _StepStruct(
+        step = Step(
             residual=residual.data_ptr(),
             normed=normed.data_ptr(),
             positions=positions.data_ptr(),
@@ -156,7 +132,7 @@ class NativeDecoder:
             **self._fixed,
         )
         if n:
-            self._library.aio_decoder(ctypes.addressof(self._layers), self._num_layers, ctypes.addressof(step))
+            self._library.aio_decoder(self._layers, self._num_layers, step)
         return normed
 
 
@@ -190,26 +166,28 @@ def _address(x: torch.Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-def _layer_struct(layer: LayerWeights, cache: torch.Tensor, fast: bool, kept: list[_MatrixStruct]) -> _LayerStruct:
-    def matrix(m: PackedMatrix | FusedMatrix, bias: torch.Tensor | None) -> _MatrixStruct:
+def _layer_struct(layer: LayerWeights, cache: torch.Tensor, fast: bool, kept: list[Matrix]) -> Layer:
+    def matrix(m: PackedMatrix | FusedMatrix, bias: torch.Tensor | None) -> Matrix:
         parts = m.parts if isinstance(m, FusedMatrix) else (m,)
         first, following = m.rows, None
         for part in reversed(parts):
             first -= part.rows
             address = None if bias is None else bias.data_ptr() + first * bias.element_size()
-            struct = _MatrixStruct(part.data.data_ptr(), address, part.rows, part.columns, part.format, fast, following)
+            struct = Matrix(
+                weights=part.data.data_ptr(), bias=address, n=part.rows, k=part.columns, format=part.format, fast=fast, next=following
+            )
             kept.append(struct)
             following = ctypes.addressof(struct)
         return struct
 
-    return _LayerStruct(
-        matrix(layer.qkv, layer.qkv_bias),
-        matrix(layer.output, layer.output_bias),
-        matrix(layer.gate_up, layer.gate_up_bias),
-        matrix(layer.down, layer.down_bias),
-        layer.input_norm.data_ptr(),
-        layer.post_norm.data_ptr(),
-        _address(layer.query_norm),
-        _address(layer.key_norm),
-        cache.data_ptr(),
+    return Layer(
+        qkv=matrix(layer.qkv, layer.qkv_bias),
+        output=matrix(layer.output, layer.output_bias),
+        gate_up=matrix(layer.gate_up, layer.gate_up_bias),
+        down=matrix(layer.down, layer.down_bias),
+        input_norm=layer.input_norm.data_ptr(),
+        post_norm=layer.post_norm.data_ptr(),
+        query_norm=_address(layer.query_norm),
+        key_norm=_address(layer.key_norm),
+        cache=cache.data_ptr(),
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from aioengine_kernels.cpu.abi import AttentionArgs, CacheLayout, LinearArgs, RmsNormArgs, RopeCacheArgs, SiluMulArgs
 from aioengine_kernels.cpu.library import ISAS, choose_isa, open_library
 from aioengine_kernels.cpu.packing import FusedMatrix, PackedMatrix
 
@@ -65,6 +66,16 @@ def _check_rows(name: str, x: torch.Tensor, shape: tuple[int, ...]) -> None:
         size *= shape[dim]
 
 
+def _address(x: torch.Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _cache_layout(kv_cache: torch.Tensor, f: KvCacheFormat) -> CacheLayout:
+    return CacheLayout(
+        kv_type=KV_TYPES[f.dtype], block_size=f.block_size, num_kv_heads=f.num_kv_heads, head_dim=f.head_dim, data=kv_cache.data_ptr()
+    )
+
+
 class CpuKernels:
     """The operations for one instruction set and number of threads. Holds no weights and no state.
 
@@ -98,21 +109,22 @@ class CpuKernels:
         out = torch.empty((m, weight.rows))
         first = 0
         for part in weight.parts if isinstance(weight, FusedMatrix) else (weight,):
-            self._library.aio_linear(
-                self._isa,
-                fast,
-                part.format,
-                part.data.data_ptr(),
-                None if bias is None else bias.data_ptr() + first * bias.element_size(),
-                x.data_ptr(),
-                x.stride(0),
-                out.data_ptr() + first * out.element_size(),
-                weight.rows,
-                m,
-                part.rows,
-                part.columns,
-                self.num_threads,
+            args = LinearArgs(
+                isa=self._isa,
+                fast=fast,
+                format=part.format,
+                num_threads=self.num_threads,
+                m=m,
+                n=part.rows,
+                k=part.columns,
+                weights=part.data.data_ptr(),
+                x=x.data_ptr(),
+                ldx=x.stride(0),
+                y=out.data_ptr() + first * out.element_size(),
+                ldy=weight.rows,
+                bias=None if bias is None else bias.data_ptr() + first * bias.element_size(),
             )
+            self._library.aio_linear(args)
             first += part.rows
         return out
 
@@ -131,20 +143,21 @@ class CpuKernels:
         if residual is not None:
             _check_rows("residual", residual, (m, n))
         out = torch.empty((m, n))
-        self._library.aio_rms_norm(
-            self._isa,
-            x.data_ptr(),
-            x.stride(0),
-            None if residual is None else residual.data_ptr(),
-            0 if residual is None else residual.stride(0),
-            weight.data_ptr(),
-            eps,
-            m,
-            n,
-            out.data_ptr(),
-            n,
-            self.num_threads,
+        args = RmsNormArgs(
+            isa=self._isa,
+            num_threads=self.num_threads,
+            m=m,
+            n=n,
+            x=x.data_ptr(),
+            ldx=x.stride(0),
+            residual=_address(residual),
+            ldr=0 if residual is None else residual.stride(0),
+            weight=weight.data_ptr(),
+            y=out.data_ptr(),
+            ldy=n,
+            eps=eps,
         )
+        self._library.aio_rms_norm(args)
         return out
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -152,7 +165,17 @@ class CpuKernels:
         m, n = gate_up.shape[0], gate_up.shape[1] // 2
         _check_rows("gate_up", gate_up, (m, 2 * n))
         out = torch.empty((m, n))
-        self._library.aio_silu_mul(self._isa, gate_up.data_ptr(), gate_up.stride(0), m, n, out.data_ptr(), n, self.num_threads)
+        args = SiluMulArgs(
+            isa=self._isa,
+            num_threads=self.num_threads,
+            m=m,
+            n=n,
+            gate_up=gate_up.data_ptr(),
+            ldx=gate_up.stride(0),
+            y=out.data_ptr(),
+            ldy=n,
+        )
+        self._library.aio_silu_mul(args)
         return out
 
     def rope_and_cache(
@@ -188,29 +211,26 @@ class CpuKernels:
         for name, norm in (("query_norm", query_norm), ("key_norm", key_norm)):
             if norm is not None:
                 _check_rows(name, norm, (dim,))
-        self._library.aio_rope_cache(
-            self._isa,
-            KV_TYPES[f.dtype],
-            kv_cache.data_ptr(),
-            f.block_size,
-            num_heads,
-            f.num_kv_heads,
-            dim,
-            n,
-            query.data_ptr(),
-            query.stride(0),
-            key.data_ptr(),
-            key.stride(0),
-            value.data_ptr(),
-            value.stride(0),
-            None if cos_sin is None else cos_sin.data_ptr(),
-            None if positions is None else positions.data_ptr(),
-            slots.data_ptr(),
-            None if query_norm is None else query_norm.data_ptr(),
-            None if key_norm is None else key_norm.data_ptr(),
-            norm_eps,
-            self.num_threads,
+        args = RopeCacheArgs(
+            cache=_cache_layout(kv_cache, f),
+            isa=self._isa,
+            num_heads=num_heads,
+            num_threads=self.num_threads,
+            num_tokens=n,
+            query=query.data_ptr(),
+            query_stride=query.stride(0),
+            key=key.data_ptr(),
+            key_stride=key.stride(0),
+            value=value.data_ptr(),
+            value_stride=value.stride(0),
+            cos_sin=_address(cos_sin),
+            positions=_address(positions),
+            slots=slots.data_ptr(),
+            query_norm=_address(query_norm),
+            key_norm=_address(key_norm),
+            norm_eps=norm_eps,
         )
+        self._library.aio_rope_cache(args)
 
     def attention(
         self,
@@ -241,28 +261,25 @@ class CpuKernels:
             out = torch.empty((n, num_heads, dim))
         else:
             _check_rows("out", out, (n, num_heads, dim))
-        self._library.aio_attention(
-            self._isa,
-            KV_TYPES[f.dtype],
-            kv_cache.data_ptr(),
-            f.block_size,
-            num_heads,
-            f.num_kv_heads,
-            dim,
-            query.data_ptr(),
-            query.stride(0),
-            out.data_ptr(),
-            out.stride(0),
-            block_table.data_ptr(),
-            block_table.stride(0),
-            seq_lens.data_ptr(),
-            query_start_loc.data_ptr(),
-            num_reqs,
-            sliding_window or 0,
-            scale,
-            soft_cap or 0.0,
-            self.num_threads,
+        args = AttentionArgs(
+            cache=_cache_layout(kv_cache, f),
+            isa=self._isa,
+            num_heads=num_heads,
+            num_threads=self.num_threads,
+            query=query.data_ptr(),
+            query_stride=query.stride(0),
+            out=out.data_ptr(),
+            out_stride=out.stride(0),
+            block_table=block_table.data_ptr(),
+            block_table_stride=block_table.stride(0),
+            seq_lens=seq_lens.data_ptr(),
+            query_start_loc=query_start_loc.data_ptr(),
+            num_reqs=num_reqs,
+            window=sliding_window or 0,
+            scale=scale,
+            soft_cap=soft_cap or 0.0,
         )
+        self._library.aio_attention(args)
         return out
 
     @staticmethod

@@ -8,25 +8,26 @@ from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-ABI_VERSION = 1
+from aioengine_kernels.cpu.abi import AttentionArgs, Layer, LinearArgs, RmsNormArgs, RopeCacheArgs, SiluMulArgs, Step, layout_difference
+
+ABI_VERSION = 2
 ISAS = ("portable", "avx2", "avx512")  # the index is the number in the C ABI
 ISA_VARIABLE = "AIOENGINE_CPU_ISA"
 
-_P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+_P, _I, _L = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "aio_abi_version": (_I, ()),
     "aio_supports": (_I, (_I,)),
     "aio_packed_bytes": (_L, (_I, _L, _L)),
     "aio_pack": (None, (_I, _P, _L, _L, _L, _L, _P, _I)),
     "aio_gather_rows": (None, (_I, _P, _L, _P, _L, _P, _L)),
-    "aio_linear": (None, (_I, _I, _I, _P, _P, _P, _L, _P, _L, _L, _L, _L, _I)),
-    "aio_attention": (None, (_I, _I, _P, _I, _I, _I, _I, _P, _L, _P, _L, _P, _L, _P, _P, _L, _L, _F, _F, _I)),
-    "aio_rope_cache": (None, (_I, _I, _P, _I, _I, _I, _I, _L, _P, _L, _P, _L, _P, _L, _P, _P, _P, _P, _P, _F, _I)),
-    "aio_rms_norm": (None, (_I, _P, _L, _P, _L, _P, _F, _L, _L, _P, _L, _I)),
-    "aio_layer_bytes": (_L, ()),
-    "aio_step_bytes": (_L, ()),
-    "aio_decoder": (None, (_P, _L, _P)),
-    "aio_silu_mul": (None, (_I, _P, _L, _L, _L, _P, _L, _I)),
+    "aio_layout": (ctypes.c_char_p, (_L, ctypes.POINTER(ctypes.c_char_p), ctypes.POINTER(_L))),
+    "aio_linear": (None, (ctypes.POINTER(LinearArgs),)),
+    "aio_attention": (None, (ctypes.POINTER(AttentionArgs),)),
+    "aio_rope_cache": (None, (ctypes.POINTER(RopeCacheArgs),)),
+    "aio_rms_norm": (None, (ctypes.POINTER(RmsNormArgs),)),
+    "aio_silu_mul": (None, (ctypes.POINTER(SiluMulArgs),)),
+    "aio_decoder": (None, (ctypes.POINTER(Layer), _L, ctypes.POINTER(Step))),
 }
 
 
@@ -47,6 +48,9 @@ def _open() -> ctypes.CDLL | str:
     version = library.aio_abi_version()
     if version != ABI_VERSION:
         return f"the native CPU library {path} has interface {version}, this code needs {ABI_VERSION}: reinstall aioengine"
+    difference = layout_difference(library)
+    if difference is not None:
+        return f"the native CPU library {path} was built from other sources than this code ({difference}): reinstall aioengine"
     return library
 
 

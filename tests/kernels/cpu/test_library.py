@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from aioengine_kernels.cpu import ISAS, CpuKernels, load_kernels, status, supported_isas
+from aioengine_kernels.cpu.abi import declared_layout, layout_difference, library_layout
+from aioengine_kernels.cpu.library import open_library
 from aioengine_kernels.cpu.packing import pack_dense
 
 pytestmark = pytest.mark.skipif(status() is not None, reason=str(status()))
@@ -94,3 +96,16 @@ def test_the_pool_survives_a_fork() -> None:
         "assert os.waitpid(child, 0)[1] == 0 and ok\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={"PYTHONPATH": os.pathsep.join(sys.path)})
+
+
+def test_both_sides_of_the_interface_mean_the_same() -> None:
+    """Every field of every structure, and nothing else, is where the library was compiled to find it."""
+    assert library_layout(open_library()) == declared_layout()
+    assert len(declared_layout()) > 100
+
+
+@pytest.mark.parametrize("field", ["AttentionArgs.window", "Step.", "Layer.cache"])
+def test_a_library_of_another_layout_is_refused(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = {**library_layout(open_library()), field: 4}
+    monkeypatch.setattr("aioengine_kernels.cpu.abi.library_layout", lambda library: moved)
+    assert layout_difference(open_library()) == f"{field} is at 4 in the library and at {declared_layout()[field]} here"

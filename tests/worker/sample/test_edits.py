@@ -122,6 +122,30 @@ def test_default_rows_keep_their_bits_beside_one_that_is_edited(mine: dict[str, 
     assert beside.logprobs[1] != apart.logprobs[1], "the parameter has no effect"
 
 
+@pytest.mark.parametrize(
+    ("options", "output", "winner"),
+    [
+        ({}, [], 7),
+        ({"presence_penalty": 2.0}, [], 7),  # the prompt does not count
+        ({"frequency_penalty": 2.0}, [], 7),
+        ({"repetition_penalty": 2.0}, [], 8),  # it does here
+        ({"presence_penalty": 2.0}, [7], 8),
+        ({"presence_penalty": 2.0}, [7, 7, 7], 8),
+        ({"frequency_penalty": 0.4}, [7], 7),
+        ({"frequency_penalty": 0.4}, [7, 7, 7], 8),
+        ({"repetition_penalty": 2.0}, [8], 9),
+    ],
+)
+def test_repetition_looks_at_prompt_and_output_presence_and_frequency_at_the_output(
+    options: dict[str, Any], output: list[int], winner: int
+) -> None:
+    logits = torch.zeros(1, VOCAB_SIZE)
+    logits[0, [7, 8, 9]] = torch.tensor([5.0, 4.0, 3.0])
+    row = ([7, 7, 7], output, {"temperature": 0, **options})
+    assert int(on_host(logits, [row]).token_ids[0]) == winner
+    assert on_device(logits, [row]) == [winner]
+
+
 def test_a_step_of_default_rows_has_no_edits_to_look_at() -> None:
     states = SamplingStates(max_num_reqs=2, vocab_size=VOCAB_SIZE, eos_token_ids=frozenset())
     one = np.zeros(1, dtype=np.int64)
@@ -242,7 +266,7 @@ def test_a_row_that_cannot_be_sampled_from_fails_alone(options: dict[str, Any], 
     if everywhere:
         logits[1] = value
     elif value == -math.inf:
-        rows[1] = ([1], [], {**rows[1][2], "allowed_token_ids": [4], "bad_words_token_ids": ((4,),)})
+        rows[1] = ([1], [2], {**rows[1][2], "allowed_token_ids": [4], "bad_words_token_ids": ((2, 4),)})
     else:
         logits[1, 7] = value
     output = on_host(logits, rows)
@@ -250,3 +274,27 @@ def test_a_row_that_cannot_be_sampled_from_fails_alone(options: dict[str, Any], 
     assert cause in output.failed[1]
     assert 0 <= output.token_ids[1] < VOCAB_SIZE
     assert output.token_ids[[0, 2]].tolist() == expected.token_ids[[0, 2]].tolist()
+
+
+def test_what_a_grammar_calls_complete_ends_where_the_other_masks_leave_nothing() -> None:
+    """On either side; not where a token is left, where the grammar asks for more, or where the logits are no numbers."""
+    rows: list[Row] = [([1], [], {"temperature": 0.0, "allowed_token_ids": allowed}) for allowed in ([1], [1, 5], [1], [1])]
+    logits = make_logits(len(rows))
+    logits[3] = torch.nan
+    bits = [bytes([0b0010_1000, 0, 0]), bytes([0b0010_1000, 0, 0]), bytes([0b0010_0000, 0, 0]), bytes([0b0010_1000, 0, 0])]  # EOS and 5
+    batch, table = make_batch(rows)
+    on_cpu = sample(logits.clone(), batch, token_table=table, bitmasks=dict(enumerate(bits)))
+    assert on_cpu.token_ids.tolist()[:2] == [EOS, 5]
+    assert sorted(on_cpu.failed) == [2, 3]
+
+    slots = np.arange(len(rows), dtype=np.int64)
+    arrays = Staging(HostTransfers()).stage(sampling_arrays(batch, slots, vocab_size=VOCAB_SIZE))
+    samples = sample_on_device(
+        logits.clone(),
+        staged_sampling(arrays, batch, first=0, token_table=table),
+        last_sampled_tokens=torch.zeros(len(rows), dtype=torch.int32),
+        allowed=(torch.arange(len(rows)), torch.tensor([list(row) for row in bits], dtype=torch.uint8)),
+        eos_token_ids=torch.tensor([EOS]),
+    )
+    assert samples.token_ids.tolist()[:2] == [EOS, 5]
+    assert samples.best.isfinite().tolist() == [True, True, False, False]

@@ -64,7 +64,10 @@ def _preempt(state: DashboardState, event: StepEvent) -> None:
     cached = event.output.scheduled_cached_reqs
     takers = [req_id for req_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=False) if block_ids is not None]
     admitted = [new.req_id for new in event.output.scheduled_new_reqs] + sorted(cached.resumed_req_ids)
-    if admitted:  # a step that preempts for lack of blocks admits nobody
+    was_reset = bool(event.output.preempted_req_ids & cached.resumed_req_ids)  # nobody took its place: it is back in the same step
+    if was_reset or (not admitted and event.admission_stop != "preempted"):  # nor did this step lack blocks
+        why = "the prefix cache was reset"
+    elif admitted:  # a step that preempts for lack of blocks admits nobody
         why = f"the more urgent {name_some(admitted, 3)} took its place"
     elif takers:
         why = f"no block was free and {name_some(takers, 3)} needed {'more' if len(takers) > 1 else 'one more'}"
@@ -72,6 +75,8 @@ def _preempt(state: DashboardState, event: StepEvent) -> None:
         why = "no block was free for its own next token"
     for req_id in sorted(event.output.preempted_req_ids):
         row = find_or_make_row(state, req_id, time=event.time)
+        if row.state == "preempted":
+            continue  # between two steps, and a snapshot came before the step that tells the worker
         num_computed, row.num_computed_tokens = row.num_computed_tokens, 0
         num_blocks = release_blocks(state, row, step_id=event.step_id)
         row.state = "preempted"
@@ -171,10 +176,10 @@ def _measure(state: DashboardState, event: StepEvent, shares: tuple[Share, ...])
             num_prompt += num_tokens
     state.totals.num_prompt_tokens_computed += num_prompt
     state.totals.num_recomputed_tokens += num_recomputed
-    state.rates.add(event.time, 1, num_prompt + num_recomputed, 0)
+    state.rates.add(event.time, 1, num_prompt, 0)
     bucket = state.histories.at(event.time)
     bucket.steps += 1
-    bucket.prefill_tokens += num_prompt + num_recomputed
+    bucket.prefill_tokens += num_prompt
     state.overlap_meter.add_host(event.schedule_start, event.schedule_end)
 
 

@@ -63,8 +63,7 @@ def note_finished(state: DashboardState, info: FinishedInfo, *, time: float, ste
     _count_end(state, info)
     num_blocks = release_blocks(state, row, step_id=step_id)
     returned = f"; {plural(num_blocks, 'block')} returned" if num_blocks else ""
-    why = {"stop": _stop_words(info.stop_reason), "length": "reached its length", "abort": "aborted", "error": "failed"}[info.finish_reason]
-    text = f"{why} after {plural(info.num_output_tokens, 'token')}"
+    text = f"{_end_words(info)} after {plural(info.num_output_tokens, 'token')}"
     row.add_milestone(time, step_id, "finished", text + returned)
     state.log.add(time, step_id, "aborted" if info.finish_reason == "abort" else "finished", info.request_id, text)
     if num_blocks:
@@ -73,10 +72,22 @@ def note_finished(state: DashboardState, info: FinishedInfo, *, time: float, ste
         _retire(state, row)
 
 
-def _stop_words(stop_reason: int | str | None) -> str:
-    if stop_reason is None:
-        return "stopped by an end-of-sequence token"
-    return f"stopped by {'token' if isinstance(stop_reason, int) else 'the text'} {stop_reason!r}"
+def _end_words(info: FinishedInfo) -> str:
+    match info.finish_reason:
+        case "stop" if info.stop_reason is None:
+            return "stopped by an end-of-sequence token"
+        case "stop":
+            return f"stopped by {'token' if isinstance(info.stop_reason, int) else 'the text'} {info.stop_reason!r}"
+        case "length":
+            return "reached its length"
+        case "repetition":
+            return "stopped because it repeated itself"
+        case "abort":
+            return "aborted"
+        case "error":
+            return "failed"
+        case _:  # of a newer engine
+            return f"ended by {info.finish_reason}"
 
 
 def _count_end(state: DashboardState, info: FinishedInfo) -> None:

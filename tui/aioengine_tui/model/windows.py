@@ -12,7 +12,7 @@ HISTORY_LENGTH = 240  # two minutes
 
 Series = Literal[
     "steps",  # a second
-    "prefill_tokens",  # a second: prompts, and what preemptions made necessary again
+    "prefill_tokens",  # a second: of prompts, without what preemptions made necessary again
     "decode_tokens",  # a second
     "kv_usage",  # 0..1
     "running",

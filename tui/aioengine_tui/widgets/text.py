@@ -6,16 +6,15 @@ and attributes. Lines know nothing of Textual, so a test reads them as text.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from rich.cells import cell_len, set_cell_size
 
+from aioengine.printable import printable
+
 CLIPPED = "…"
 """Stands where text or digits were cut off. A clipped number without it would be a plausible wrong number."""
-
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
 
 
 class Part(NamedTuple):
@@ -36,9 +35,8 @@ def lines_text(lines: Iterable[Line]) -> str:
     return "\n".join(line_text(line).rstrip() for line in lines)
 
 
-def clean(text: str) -> str:
-    """Without control and direction characters: request ids and prompts are other people's text."""
-    return text if text.isascii() and text.isprintable() else _CONTROL.sub("\N{MIDDLE DOT}", text)
+clean = printable
+"""Request ids, prompts and names are other people's text. `fit_line` does it too, so what is forgotten only spoils the widths."""
 
 
 def width_of(text: str) -> int:
@@ -130,6 +128,7 @@ def fit_line(line: Line, width: int) -> Line:
     for index, (text, role) in enumerate(line):
         if left <= 0:
             break
+        text = printable(text)  # nothing reaches the screen but through here
         size = width_of(text)
         if size > left or (size == left and any(part.text for part in line[index + 1 :])):
             fitted.append(Part(fit(text, left) if size > left else fit(text + " ", left), role))

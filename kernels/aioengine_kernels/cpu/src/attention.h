@@ -1,4 +1,4 @@
-// Paged attention on the block table. Included inside namespace AIO_NAMESPACE after simd.h.
+// Paged attention on the block table. Needs simd.h and tiles.h.
 //
 // Cache of one layer: [num_blocks][num_kv_heads][keys, values]; keys [head_dim][block_size] (so that 16 positions lie
 // side by side and a score needs no horizontal sum), values [block_size][head_dim]. int8: each of the two parts is
@@ -10,7 +10,8 @@
 
 constexpr int kTile = 64;
 constexpr int kSpan = 256;
-constexpr int kMaxTileRows = 64;
+// Query rows that pass over a run of keys together: multiples of kScoreRows, and their queries, scores and sums stay in L2.
+constexpr i64 kWantedTileRows = 48;
 constexpr float kMasked = -__builtin_inff();
 
 struct BlockSizes {
@@ -319,7 +320,7 @@ struct Attend {
 // Calls visit(work) for every (request, run of query tokens, kv head).
 template <class Visit>
 static void visit_tiles(const AttentionArgs& a, const Visit& visit) {
-  const i64 group = a.num_heads / a.cache.num_kv_heads, most = imax(1, 48 / group);
+  const i64 group = a.num_heads / a.cache.num_kv_heads, most = imax(1, kWantedTileRows / group);
   for (i64 req = 0; req < a.num_reqs; req++) {
     const i64 start = a.query_start_loc[req], length = a.query_start_loc[req + 1] - start;
     if (length <= 0) continue;
@@ -400,7 +401,7 @@ AIO_INLINE void write_key(uint8_t* keys, const float* x, int dim, int block_size
     float top = 0.0f;
     for (int d = 0; d < dim; d++) top = __builtin_fabsf(x[d]) > top ? __builtin_fabsf(x[d]) : top;
     const float inverse = top > 1e-30f ? 127.0f / top : 0.0f;
-    for (int d = 0; d < dim; d++) ((int8_t*)keys)[d * block_size + offset] = (int8_t)((x[d] * inverse + 12582912.0f) - 12582912.0f);
+    for (int d = 0; d < dim; d++) ((int8_t*)keys)[d * block_size + offset] = (int8_t)round_to_whole(x[d] * inverse);
     ((float*)(keys + (i64)block_size * dim))[offset] = top > 1e-30f ? top / 127.0f : 0.0f;
   }
 }
@@ -416,7 +417,7 @@ AIO_INLINE void write_value(uint8_t* values, const float* x, int dim, int block_
     for (int d = 0; d < dim; d++) top = __builtin_fabsf(x[d]) > top ? __builtin_fabsf(x[d]) : top;
     const float inverse = top > 1e-30f ? 127.0f / top : 0.0f;
     int8_t* out = (int8_t*)values + offset * dim;
-    for (int d = 0; d < dim; d++) out[d] = (int8_t)((x[d] * inverse + 12582912.0f) - 12582912.0f);
+    for (int d = 0; d < dim; d++) out[d] = (int8_t)round_to_whole(x[d] * inverse);
     ((float*)(values + (i64)block_size * dim))[offset] = top > 1e-30f ? top / 127.0f : 0.0f;
   }
 }

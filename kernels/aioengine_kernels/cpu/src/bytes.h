@@ -1,5 +1,5 @@
 // Integer products of 4-bit weights in fast mode on AVX2: vpmaddubsw multiplies 32 unsigned weights with signed digits and adds pairs, with
-// 16-bit saturation. Included inside linear.h. 8-bit weights would need as many instructions as with 16-bit activations: pairs.h.
+// 16-bit saturation. Needs integer.h. 8-bit weights would need as many instructions as with 16-bit activations: pairs.h.
 //
 // q of a tile: the higher digits [groups][rows][32], then the lower ones.
 

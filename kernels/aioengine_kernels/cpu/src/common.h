@@ -15,7 +15,7 @@ typedef int64_t i64;
 constexpr int kPanelRows = 16;
 constexpr int kGroup = 32;
 
-// The numbers are part of the C ABI: see _library.py.
+// The numbers are part of the C ABI: FORMATS in packing.py, KV_TYPES in kernels.py.
 enum Format : int32_t {
   kF32 = 0,
   kF16 = 1,
@@ -30,7 +30,12 @@ enum Format : int32_t {
 
 enum KvType : int32_t { kKvF32 = 0, kKvF16 = 1, kKvI8 = 2 };
 
+// The structures below are passed by address. abi.py declares the same fields; layout.cpp tells it every size and offset, and a
+// library whose layout differs is refused.
+
 struct LinearArgs {
+  int32_t isa;
+  int32_t fast;
   int32_t format;
   int32_t num_threads;
   i64 m, n, k;
@@ -52,6 +57,7 @@ struct CacheLayout {
 
 struct AttentionArgs {
   CacheLayout cache;
+  int32_t isa;
   int32_t num_heads;
   int32_t num_threads;
   const float* query;  // [num_tokens, num_heads, head_dim], tokens query_stride apart
@@ -70,6 +76,7 @@ struct AttentionArgs {
 
 struct RopeCacheArgs {
   CacheLayout cache;
+  int32_t isa;
   int32_t num_heads;
   int32_t num_threads;
   i64 num_tokens;
@@ -87,6 +94,32 @@ struct RopeCacheArgs {
   float norm_eps;
 };
 
+// With a residual: residual += x, y = norm(residual); else y = norm(x).
+struct RmsNormArgs {
+  int32_t isa;
+  int32_t num_threads;
+  i64 m, n;
+  const float* x;  // [m, n], rows ldx apart
+  i64 ldx;
+  float* residual;  // [m, n], rows ldr apart, or null
+  i64 ldr;
+  const float* weight;  // [n]
+  float* y;             // [m, n], rows ldy apart
+  i64 ldy;
+  float eps;
+};
+
+// y = silu(gate) * up
+struct SiluMulArgs {
+  int32_t isa;
+  int32_t num_threads;
+  i64 m, n;
+  const float* gate_up;  // [m, 2n], rows ldx apart
+  i64 ldx;
+  float* y;  // [m, n], rows ldy apart
+  i64 ldy;
+};
+
 // One matrix of a layer: y [*, n] = x [*, k] W^T + bias. One whose rows are stored in several formats is a list of matrices,
 // each with its own rows.
 struct Matrix {
@@ -98,7 +131,7 @@ struct Matrix {
   const Matrix* next;  // or null
 };
 
-// One pre-norm decoder layer with gated SiLU: the order of ctypes.Structure LayerStruct in decoder.py.
+// One pre-norm decoder layer with gated SiLU.
 struct Layer {
   Matrix qkv, output, gate_up, down;
   const float* input_norm;
@@ -108,7 +141,7 @@ struct Layer {
   uint8_t* cache;
 };
 
-// What all layers share in one step: the order of StepStruct in decoder.py.
+// What all layers share in one step.
 struct Step {
   float* residual;  // [m, hidden]: embeddings in, the last layer's output out
   float* normed;    // [m, hidden]: out, after the final norm
@@ -129,9 +162,8 @@ struct Kernels {
   void (*linear_fast)(const LinearArgs*);
   void (*attention)(const AttentionArgs*);
   void (*rope_cache)(const RopeCacheArgs*);
-  void (*rms_norm)(const float* x, i64 ldx, float* residual, i64 ldr, const float* weight, float eps, i64 m, i64 n, float* y, i64 ldy,
-                   int num_threads);
-  void (*silu_mul)(const float* gate_up, i64 ldx, i64 m, i64 n, float* y, i64 ldy, int num_threads);
+  void (*rms_norm)(const RmsNormArgs*);
+  void (*silu_mul)(const SiluMulArgs*);
 };
 
 const Kernels& kernels_of(int32_t isa);

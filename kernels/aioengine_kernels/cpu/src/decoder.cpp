@@ -98,7 +98,11 @@ struct Decoder {
   void multiply(const Rows& rows, const Matrix& all, const float* x, i64 ldx, float* y) const {
     const i64 ldy = rows_of(all);
     for (const Matrix* w = &all; w; y += w->n, w = w->next) {
-      const LinearArgs args = {w->format, rows.num_threads, rows.count, w->n, w->k, w->weights, x, ldx, y, ldy, w->bias};
+      LinearArgs args = {};
+      args.format = w->format, args.num_threads = rows.num_threads;
+      args.m = rows.count, args.n = w->n, args.k = w->k;
+      args.weights = w->weights, args.bias = w->bias;
+      args.x = x, args.ldx = ldx, args.y = y, args.ldy = ldy;
       if (w->fast) kernels.linear_fast(&args);
       else kernels.linear_exact(&args);
     }
@@ -111,8 +115,13 @@ struct Decoder {
 
   void norm(const Rows& rows, const float* more, const float* weight) const {
     float* residual = s.residual + rows.first * s.hidden;
-    if (more) kernels.rms_norm(more, s.hidden, residual, s.hidden, weight, s.eps, rows.count, s.hidden, normed(rows), s.hidden, rows.num_threads);
-    else kernels.rms_norm(residual, s.hidden, nullptr, 0, weight, s.eps, rows.count, s.hidden, normed(rows), s.hidden, rows.num_threads);
+    RmsNormArgs args = {};
+    args.num_threads = rows.num_threads;
+    args.m = rows.count, args.n = s.hidden;
+    args.x = more ? more : residual, args.residual = more ? residual : nullptr;
+    args.weight = weight, args.y = normed(rows), args.eps = s.eps;
+    args.ldx = args.ldr = args.ldy = s.hidden;
+    kernels.rms_norm(&args);
   }
 
   CacheLayout cache(const Layer& layer) const { return {s.kv_type, s.block_size, s.num_kv_heads, s.head_dim, layer.cache}; }
@@ -122,24 +131,42 @@ struct Decoder {
     const i64 query = (i64)s.num_heads * s.head_dim, key = (i64)s.num_kv_heads * s.head_dim, stride = query + 2 * key;
     float* qkv = wide(rows);
     multiply(rows, layer.qkv, normed(rows), s.hidden, qkv);
-    const RopeCacheArgs rope = {cache(layer), s.num_heads, rows.num_threads, rows.count, qkv, stride, qkv + query, stride,
-                                qkv + query + key, stride, s.cos_sin, s.positions + rows.first, s.slots + rows.first, layer.query_norm,
-                                layer.key_norm, s.eps};
-    kernels.rope_cache(&rope);
+    RopeCacheArgs args = {};
+    args.cache = cache(layer), args.num_heads = s.num_heads, args.num_threads = rows.num_threads, args.num_tokens = rows.count;
+    args.query = qkv, args.key = qkv + query, args.value = qkv + query + key;
+    args.query_stride = args.key_stride = args.value_stride = stride;
+    args.cos_sin = s.cos_sin, args.positions = s.positions + rows.first, args.slots = s.slots + rows.first;
+    args.query_norm = layer.query_norm, args.key_norm = layer.key_norm, args.norm_eps = s.eps;
+    kernels.rope_cache(&args);
+  }
+
+  void attend(const Layer& layer, const Rows& rows, const float* query, i64 query_stride, float* out, i64 out_stride) const {
+    AttentionArgs args = {};
+    args.cache = cache(layer), args.num_heads = s.num_heads, args.num_threads = rows.num_threads;
+    args.query = query, args.query_stride = query_stride, args.out = out, args.out_stride = out_stride;
+    args.block_table = rows.block_table, args.block_table_stride = s.block_table_stride;
+    args.seq_lens = rows.seq_lens.data(), args.query_start_loc = rows.query_start_loc.data(), args.num_reqs = (i64)rows.seq_lens.size();
+    args.window = s.window, args.scale = s.scale, args.soft_cap = s.soft_cap;
+    kernels.attention(&args);
+  }
+
+  void gate(const Rows& rows, const float* gate_up, i64 ldx, float* y, i64 columns) const {
+    SiluMulArgs args = {};
+    args.num_threads = rows.num_threads;
+    args.m = rows.count, args.n = columns;
+    args.gate_up = gate_up, args.ldx = ldx, args.y = y, args.ldy = columns;
+    kernels.silu_mul(&args);
   }
 
   // From the queries, with all keys and values of this layer written, to the residual and its norm.
   void finish(const Layer& layer, const float* next_norm, const Rows& rows) const {
     const i64 query = (i64)s.num_heads * s.head_dim, stride = query + 2 * (i64)s.num_kv_heads * s.head_dim;
     float *first = wide(rows), *second = narrow(rows), *sum = added(rows);
-    const AttentionArgs args = {cache(layer), s.num_heads, rows.num_threads, first, stride, second, query, rows.block_table,
-                                s.block_table_stride, rows.seq_lens.data(), rows.query_start_loc.data(), (i64)rows.seq_lens.size(), s.window,
-                                s.scale, s.soft_cap};
-    kernels.attention(&args);
+    attend(layer, rows, first, stride, second, query);
     multiply(rows, layer.output, second, query, sum);
     norm(rows, sum, layer.post_norm);
     multiply(rows, layer.gate_up, normed(rows), s.hidden, first);
-    kernels.silu_mul(first, rows_of(layer.gate_up), rows.count, layer.down.k, second, layer.down.k, rows.num_threads);
+    gate(rows, first, rows_of(layer.gate_up), second, layer.down.k);
     multiply(rows, layer.down, second, layer.down.k, sum);
     norm(rows, sum, next_norm);
   }
@@ -181,10 +208,6 @@ void run(const Layer* layers, i64 num_layers, const Step& s) {
 }  // namespace aio
 
 extern "C" {
-
-// The sizes of the structures, so that both sides can check that they mean the same.
-AIO_EXPORT aio::i64 aio_layer_bytes() { return sizeof(aio::Layer); }
-AIO_EXPORT aio::i64 aio_step_bytes() { return sizeof(aio::Step); }
 
 AIO_EXPORT void aio_decoder(const aio::Layer* layers, aio::i64 num_layers, const aio::Step* step) { aio::run(layers, num_layers, *step); }
 

@@ -1,4 +1,7 @@
-// Element-wise operations of a decoder layer. Included inside namespace AIO_NAMESPACE after attention.h.
+// Element-wise operations of a decoder layer. Needs attention.h.
+
+// Numbers from which on a second thread gains more than its wake-up costs; a norm reads its rows twice, and gains at half of that.
+constexpr i64 kWorthSharing = 16384;
 
 AIO_INLINE void rms_row(const float* x, const float* weight, float eps, i64 n, float* y) {
   const float inverse = 1.0f / __builtin_sqrtf(sum_of_squares(x, n) / (float)n + eps);
@@ -7,32 +10,33 @@ AIO_INLINE void rms_row(const float* x, const float* weight, float eps, i64 n, f
   for (; i < n; i++) y[i] = x[i] * inverse * weight[i];
 }
 
-// With a residual: residual += x, y = norm(residual); else y = norm(x).
-static void rms_norm(const float* x, i64 ldx, float* residual, i64 ldr, const float* weight, float eps, i64 m, i64 n, float* y, i64 ldy,
-                     int num_threads) {
-  parallel(m * n > 8192 ? num_threads : 1, m, 4, [&](i64 begin, i64 end) {
+static void rms_norm(const RmsNormArgs* args) {
+  const RmsNormArgs& a = *args;
+  const i64 n = a.n;
+  parallel(a.m * n > kWorthSharing / 2 ? a.num_threads : 1, a.m, 4, [&](i64 begin, i64 end) {
     for (i64 r = begin; r < end; r++) {
-      const float* from = x + r * ldx;
-      if (residual) {
-        float* sum = residual + r * ldr;
+      const float* from = a.x + r * a.ldx;
+      if (a.residual) {
+        float* sum = a.residual + r * a.ldr;
         i64 i = 0;
         for (; i + kW <= n; i += kW) vstore(sum + i, vadd(vload(sum + i), vload(from + i)));
         for (; i < n; i++) sum[i] += from[i];
         from = sum;
       }
-      rms_row(from, weight, eps, n, y + r * ldy);
+      rms_row(from, a.weight, a.eps, n, a.y + r * a.ldy);
     }
   });
 }
 
 AIO_INLINE vf silu_vector(vf gate) { return vdiv(gate, vadd(vset(1.0f), vexp(vsub(vzero(), gate)))); }
 
-// gate_up [m, 2n] -> silu(gate) * up [m, n]
-static void silu_mul(const float* gate_up, i64 ldx, i64 m, i64 n, float* y, i64 ldy, int num_threads) {
-  parallel(m * n > 16384 ? num_threads : 1, m, 4, [&](i64 begin, i64 end) {
+static void silu_mul(const SiluMulArgs* args) {
+  const SiluMulArgs& a = *args;
+  const i64 n = a.n;
+  parallel(a.m * n > kWorthSharing ? a.num_threads : 1, a.m, 4, [&](i64 begin, i64 end) {
     for (i64 r = begin; r < end; r++) {
-      const float *gate = gate_up + r * ldx, *up = gate + n;
-      float* out = y + r * ldy;
+      const float *gate = a.gate_up + r * a.ldx, *up = gate + n;
+      float* out = a.y + r * a.ldy;
       i64 i = 0;
       for (; i + kW <= n; i += kW) vstore(out + i, vmul(silu_vector(vload(gate + i)), vload(up + i)));
       if (i < n) {
@@ -63,7 +67,7 @@ template <int T>
 static void rope_cache_type(const RopeCacheArgs& a) {
   const BlockSizes sizes = block_sizes(a.cache);
   const int dim = a.cache.head_dim, block_size = a.cache.block_size;
-  parallel(a.num_tokens * a.num_heads * dim > 16384 ? a.num_threads : 1, a.num_tokens, 2, [&](i64 begin, i64 end) {
+  parallel(a.num_tokens * a.num_heads * dim > kWorthSharing ? a.num_threads : 1, a.num_tokens, 2, [&](i64 begin, i64 end) {
     for (i64 t = begin; t < end; t++) {
       const float* cos_sin = a.cos_sin ? a.cos_sin + a.positions[t] * dim : nullptr;
       for (i64 h = 0; h < a.num_heads; h++) {

@@ -1,4 +1,4 @@
-// Products of quantized weights by integer dot products: what the instruction sets share. Included inside linear.h.
+// Products of quantized weights by integer dot products: what the instruction sets share. Needs tiles.h.
 //
 // Activations become whole numbers of 16 bits, a unit for each group of 32, in two signed digits of 8 bits; weights have 4 or 8 bits.
 // Products and sums inside a group are exact, sums over groups are one float32 chain. `exact` gives every group its two digits: what
@@ -8,6 +8,7 @@
 
 constexpr float kSplitTop = 32639.0f;       // 127 * 256 + 127: two signed digits
 constexpr float kDigitTop = 127.0f;         // one
+constexpr float kLargestFinite = 3.4e38f;   // infinity and NaN are not below it; the last half percent of the range counts as infinite
 constexpr float kNothing = 1e-20f;          // a group without a larger magnitude counts as zeros
 constexpr float kStandsOut = 8.0f;          // a group does whose largest magnitude is this many times the row's root mean square
 
@@ -44,10 +45,13 @@ struct IntegerRows {
   }
 };
 
+// Numbers that one thread rounds before it asks for more: some microseconds, well above what asking costs.
+constexpr i64 kRowsAtATime = 4096;
+
 // Calls write(row of x, rows of the tile, row in it, tile) for all rows.
 template <class Write>
 static void fill_rows(const LinearArgs& a, const RowTiles& tiles, const IntegerRows& out, const Write& write) {
-  parallel(a.m * a.k > 16384 ? a.num_threads : 1, a.m, imax(1, 4096 / a.k), [&](i64 begin, i64 end) {
+  parallel(a.m * a.k > 4 * kRowsAtATime ? a.num_threads : 1, a.m, imax(1, kRowsAtATime / a.k), [&](i64 begin, i64 end) {
     i64 t = 0;
     for (i64 i = begin; i < end; i++) {
       while (tiles.first(t) + tiles.rows(t) <= i) t++;
@@ -66,7 +70,7 @@ struct Rounding {
 
 // From the largest magnitude of a group, infinity or NaN if one of them is. Two digits above `limit`.
 AIO_INLINE Rounding choose_rounding(float top, float limit) {
-  const bool finite = top <= 3.4e38f, some = finite && top > kNothing, single = top <= limit;
+  const bool finite = top <= kLargestFinite, some = finite && top > kNothing, single = top <= limit;
   const float unit = some ? top * (single ? 1.0f / (kDigitTop * 256.0f) : 1.0f / kSplitTop) : 0.0f;
   return {some, single, some ? (single ? kDigitTop : kSplitTop) / top : 0.0f, finite ? unit : __builtin_nanf("")};
 }

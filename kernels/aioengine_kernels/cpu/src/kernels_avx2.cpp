@@ -8,6 +8,14 @@ namespace aio {
 namespace {
 #include "simd.h"
 
+#include "tiles.h"
+
+#include "integer.h"
+
+#include "pairs.h"
+
+#include "bytes.h"
+
 #include "linear.h"
 
 #include "attention.h"

@@ -8,6 +8,12 @@ namespace aio {
 namespace {
 #include "simd.h"
 
+#include "tiles.h"
+
+#include "integer.h"
+
+#include "split.h"
+
 #include "linear.h"
 
 #include "attention.h"

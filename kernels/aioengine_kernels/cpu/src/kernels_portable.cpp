@@ -7,6 +7,12 @@ namespace aio {
 namespace {
 #include "simd.h"
 
+#include "tiles.h"
+
+#include "integer.h"
+
+#include "words.h"
+
 #include "linear.h"
 
 #include "attention.h"

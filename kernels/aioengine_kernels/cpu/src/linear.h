@@ -1,44 +1,7 @@
-// y = x W^T + b on packed panels. Included inside namespace AIO_NAMESPACE after simd.h.
+// y = x W^T + b on packed panels. Needs simd.h, tiles.h, and the integer products of the instruction set.
 //
 // Every element of y is one chain of fused multiply-adds in the order of k (float32) or of groups of 32 columns (by integers:
 // integer.h), whatever the tile, the chunk of k or the thread. Hence a row's bits do not depend on the other rows.
-
-// Rows of x are cut into tiles of nearly equal height, at most `height`.
-struct RowTiles {
-  i64 m, count;
-  RowTiles(i64 rows, i64 height) : m(rows), count(ceil_div(rows, height)) {}
-  i64 rows(i64 t) const { return m / count + (t < m % count); }
-  i64 first(i64 t) const { return t * (m / count) + imin(t, m % count); }
-};
-
-template <int F>
-struct Traits {
-  static constexpr bool dense = F == kF32 || F == kF16 || F == kBF16;
-  static constexpr bool nibbles = F == kQ4_0 || F == kQ4_1 || F == kQ4_K;
-  static constexpr bool minimum = F == kQ4_1 || F == kQ4_K;
-  static constexpr bool wide = F == kQ4_K || F == kQ6_K;  // float32 scales
-  static constexpr int halves = F == kQ6_K ? 2 : 1;       // scales a group
-  static constexpr int zero = nibbles ? (F == kQ4_0 ? 8 : 0) : 128;  // the quant that stands for 0
-  static constexpr i64 quant_bytes = nibbles ? 256 : 512;
-  static constexpr i64 scale_bytes = (wide ? 64 : 32) * (minimum || halves == 2 ? 2 : 1);
-};
-
-// Entry `v` (of kV vectors) of array `which` (0: scale, 1: minimum or second scale) of a group's scales.
-template <int F>
-AIO_INLINE vf load_scale(const uint8_t* scales, int which, int v) {
-  if (Traits<F>::wide) return vload((const float*)scales + which * 16 + v * kW);
-  return vload_f16((const uint16_t*)scales + which * 16 + v * kW);
-}
-
-// Asks for the same group `ahead` bytes further on, in a panel to come. A panel is two streams of a few KiB: the hardware's
-// prefetchers, which stop at every page, would spend half the time starting over. Into L2: more can be on their way there.
-template <int F>
-AIO_INLINE void prefetch_group(const uint8_t* q, const uint8_t* scales, i64 ahead) {
-#pragma GCC unroll 8
-  for (i64 byte = 0; byte < Traits<F>::quant_bytes; byte += 64) __builtin_prefetch(q + ahead + byte, 0, 2);
-#pragma GCC unroll 2
-  for (i64 byte = 0; byte < Traits<F>::scale_bytes; byte += 64) __builtin_prefetch(scales + ahead + byte, 0, 2);
-}
 
 // ---- exact -------------------------------------------------------------------------------------------------------
 
@@ -75,6 +38,7 @@ AIO_INLINE void dequantize_panel(const uint8_t* panel, i64 k, i64 k0, i64 kc, i6
   }
 }
 
+// Rows of a tile against two panels (AVX-512) or one: its sums, the weights and an activation fill the vector registers.
 #if AIO_ISA == 512
 constexpr int kExactRows = 12;
 #elif AIO_ISA == 2
@@ -82,6 +46,8 @@ constexpr int kExactRows = 6;
 #else
 constexpr int kExactRows = 4;
 #endif
+// Vectors of sums that a tile may have: of 32 registers on AVX-512. Where there are 16, kExactRows is the tighter limit.
+constexpr int kMostSums = 24;
 
 // y[MR][NP * 16] (+)= x[kc][MR]^T w, with panel p of the weights at w + p * panel_stride, [kc][16].
 template <int MR, int NP>
@@ -113,7 +79,7 @@ template <int NP>
 static void exact_rows(i64 rows, const float* x, const float* w, i64 panel_stride, i64 kc, float* y, i64 ldy, bool first) {
 #define AIO_CASE(MR) \
   case MR:           \
-    if (MR <= kExactRows && MR * NP * kV <= 24) exact_tile<(MR * NP * kV <= 24 ? MR : 1), NP>(x, w, panel_stride, kc, y, ldy, first); \
+    if (MR <= kExactRows && MR * NP * kV <= kMostSums) exact_tile<(MR * NP * kV <= kMostSums ? MR : 1), NP>(x, w, panel_stride, kc, y, ldy, first); \
     break;
   switch (rows) {
     AIO_CASE(1) AIO_CASE(2) AIO_CASE(3) AIO_CASE(4) AIO_CASE(5) AIO_CASE(6)
@@ -122,9 +88,12 @@ static void exact_rows(i64 rows, const float* x, const float* w, i64 panel_strid
 #undef AIO_CASE
 }
 
+// Numbers to copy from which on a second thread gains more than its wake-up costs.
+constexpr i64 kWorthSharingCopies = 65536;
+
 // x [m, k] -> tiles of [k][rows of the tile], tile t at first(t) * k.
 static void transpose_tiles(const LinearArgs& a, const RowTiles& tiles, float* out) {
-  parallel(a.m * a.k > 65536 ? a.num_threads : 1, tiles.count, 1, [&](i64 begin, i64 end) {
+  parallel(a.m * a.k > kWorthSharingCopies ? a.num_threads : 1, tiles.count, 1, [&](i64 begin, i64 end) {
     for (i64 t = begin; t < end; t++) {
       const i64 rows = tiles.rows(t);
       const float* from = a.x + tiles.first(t) * a.ldx;
@@ -134,24 +103,6 @@ static void transpose_tiles(const LinearArgs& a, const RowTiles& tiles, float* o
           for (i64 k = k0; k < imin(k0 + 16, a.k); k++) to[k * rows + m] = from[m * a.ldx + k];
     }
   });
-}
-
-AIO_INLINE void add_bias(const LinearArgs& a, i64 n0, i64 n1) {
-  if (!a.bias) return;
-  for (i64 m = 0; m < a.m; m++)
-    for (i64 n = n0; n < n1; n++) a.y[m * a.ldy + n] += a.bias[n];
-}
-
-// multiply(y, ldy) for all rows of one panel: y is its place in the output or, where that ends within it, a buffer.
-template <class Multiply>
-AIO_INLINE void write_panel(const LinearArgs& a, i64 panel, const Multiply& multiply) {
-  const i64 n0 = panel * 16, columns = imin(16, a.n - n0);
-  float* y = columns == 16 ? a.y + n0 : (float*)scratch(2, a.m * 16 * sizeof(float));
-  multiply(y, columns == 16 ? a.ldy : 16);
-  if (columns < 16)
-    for (i64 m = 0; m < a.m; m++)
-      for (i64 n = 0; n < columns; n++) a.y[m * a.ldy + n0 + n] = y[m * 16 + n];
-  add_bias(a, n0, n0 + columns);
 }
 
 // NP panels from `panel` on, all rows. `y` is column 16 * panel of the output, or a buffer.
@@ -216,18 +167,6 @@ static void exact_format(const LinearArgs& a) {
 }
 
 // ---- by integers -------------------------------------------------------------------------------------------------
-
-#include "integer.h"
-
-#if AIO_ISA == 512
-#include "split.h"
-#elif AIO_ISA == 2
-#include "pairs.h"
-
-#include "bytes.h"
-#else
-#include "words.h"
-#endif
 
 constexpr int kPanelsAtATime = 8;
 

@@ -1,4 +1,4 @@
-// Exact products of quantized weights by integer dot products (AVX2). Included inside linear.h.
+// Exact products of quantized weights by integer dot products (AVX2). Needs integer.h.
 //
 // vpmaddwd multiplies 16 pairs of 16-bit numbers, twice as many as a float32 multiply-add; the weights of a panel are widened
 // to 16 bits once for all rows, in half the room of float32.

@@ -1,7 +1,12 @@
-// Float vectors of one instruction set. Included inside namespace AIO_NAMESPACE, once a translation unit.
+// Float vectors of one instruction set. Included once a translation unit, inside namespace aio and one without a name.
 // Every function is static: see common.h.
 
 #define AIO_INLINE static inline __attribute__((always_inline))
+
+// 1.5 * 2^23: the sum of this and a float of magnitude below 2^22 has no bits for a fraction, so the addition rounds it to the nearest
+// whole number, ties to even, in every instruction set alike.
+constexpr float kRoundsToWhole = 12582912.0f;
+AIO_INLINE float round_to_whole(float x) { return (x + kRoundsToWhole) - kRoundsToWhole; }
 
 #if AIO_ISA == 512
 
@@ -157,7 +162,7 @@ AIO_INLINE vf vlanes(vf v, int lo, int hi, vf other) {
   const vi i = {0, 1, 2, 3, 4, 5, 6, 7};
   return vselect((vi)(i >= lo) & (vi)(i < hi), v, other);
 }
-AIO_INLINE vf vround(vf v) { return (v + 12582912.0f) - 12582912.0f; }
+AIO_INLINE vf vround(vf v) { return (v + kRoundsToWhole) - kRoundsToWhole; }
 AIO_INLINE vf vexp2i(vf n) { return (vf)((__builtin_convertvector(n, vi) + 127) << 23); }
 AIO_INLINE vf vzero_below(vf v, vf x, float limit) { return vselect((vi)(x >= limit), v, vzero()); }
 

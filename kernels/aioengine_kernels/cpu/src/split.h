@@ -1,5 +1,5 @@
 // Integer products on AVX-512 VNNI: vpdpbusd multiplies four unsigned weights with four signed digits and adds the products into a
-// 32-bit lane, in the time of one float32 multiply-add; a pass over the quants, as they are stored, for each digit. Included inside linear.h.
+// 32-bit lane, in the time of one float32 multiply-add; a pass over the quants, as they are stored, for each digit. Needs integer.h.
 //
 // q of a tile: the higher digits [groups][rows][32], then the lower ones.
 
@@ -23,7 +23,7 @@ struct Units {
 AIO_INLINE Units choose_units(__m128i top, float limit) {
   Units u;
   const __m128 largest = _mm_castsi128_ps(top);
-  const __mmask8 finite = _mm_cmp_ps_mask(largest, _mm_set1_ps(3.4e38f), _CMP_LE_OQ);
+  const __mmask8 finite = _mm_cmp_ps_mask(largest, _mm_set1_ps(kLargestFinite), _CMP_LE_OQ);
   const __mmask8 some = _mm_mask_cmp_ps_mask(finite, largest, _mm_set1_ps(kNothing), _CMP_GT_OQ);
   u.single = _mm_cmp_ps_mask(largest, _mm_set1_ps(limit), _CMP_LE_OQ);
   const __m128 range = _mm_mask_mov_ps(_mm_set1_ps(kSplitTop), u.single, _mm_set1_ps(kDigitTop));

@@ -1,4 +1,4 @@
-// Integer products in fast mode on any CPU: plain loops over 16-bit numbers. Included inside linear.h.
+// Integer products in fast mode on any CPU: plain loops over 16-bit numbers. Needs integer.h.
 //
 // q of a tile: [groups][rows][32] of 16 bits.
 
@@ -13,13 +13,13 @@ AIO_INLINE void write_row(const float* x, i64 groups, i64 rows, i64 m, const Int
     for (int i = 0; i < kGroup; i++) {
       const float magnitude = __builtin_fabsf(from[i]);
       top = magnitude <= top ? top : magnitude;
-      finite = finite && magnitude <= 3.4e38f;
+      finite = finite && magnitude <= kLargestFinite;
     }
     const Rounding rounding = choose_rounding(finite ? top : __builtin_nanf(""), limit);
     int16_t* out = (int16_t*)tile.q + (b * rows + m) * kGroup;
     int32_t sums[2] = {0, 0};
     for (int i = 0; i < kGroup; i++) {
-      const int32_t rounded = rounding.some ? (int32_t)((from[i] * rounding.inverse + 12582912.0f) - 12582912.0f) : 0;  // to nearest even
+      const int32_t rounded = rounding.some ? (int32_t)round_to_whole(from[i] * rounding.inverse) : 0;
       out[i] = (int16_t)(rounding.single ? rounded * 256 : rounded);
       sums[i / (kGroup / halves)] += out[i];
     }

@@ -1,0 +1,62 @@
+// Where every field of the structures of the C ABI is, for the Python side to compare with its own declarations.
+#include "common.h"
+
+namespace {
+
+using namespace aio;
+
+struct Field {
+  const char* structure;
+  const char* name;  // "" for the structure itself, whose offset is its size
+  i64 offset;
+};
+
+#define SIZE(S) {#S, "", sizeof(S)}
+#define AT(S, name) {#S, #name, offsetof(S, name)}
+
+constexpr Field kFields[] = {
+    SIZE(CacheLayout), AT(CacheLayout, kv_type), AT(CacheLayout, block_size), AT(CacheLayout, num_kv_heads), AT(CacheLayout, head_dim),
+    AT(CacheLayout, data),
+    SIZE(LinearArgs), AT(LinearArgs, isa), AT(LinearArgs, fast), AT(LinearArgs, format), AT(LinearArgs, num_threads), AT(LinearArgs, m),
+    AT(LinearArgs, n), AT(LinearArgs, k), AT(LinearArgs, weights), AT(LinearArgs, x), AT(LinearArgs, ldx), AT(LinearArgs, y),
+    AT(LinearArgs, ldy), AT(LinearArgs, bias),
+    SIZE(AttentionArgs), AT(AttentionArgs, cache), AT(AttentionArgs, isa), AT(AttentionArgs, num_heads), AT(AttentionArgs, num_threads),
+    AT(AttentionArgs, query), AT(AttentionArgs, query_stride), AT(AttentionArgs, out), AT(AttentionArgs, out_stride),
+    AT(AttentionArgs, block_table), AT(AttentionArgs, block_table_stride), AT(AttentionArgs, seq_lens),
+    AT(AttentionArgs, query_start_loc), AT(AttentionArgs, num_reqs), AT(AttentionArgs, window), AT(AttentionArgs, scale),
+    AT(AttentionArgs, soft_cap),
+    SIZE(RopeCacheArgs), AT(RopeCacheArgs, cache), AT(RopeCacheArgs, isa), AT(RopeCacheArgs, num_heads), AT(RopeCacheArgs, num_threads),
+    AT(RopeCacheArgs, num_tokens), AT(RopeCacheArgs, query), AT(RopeCacheArgs, query_stride), AT(RopeCacheArgs, key),
+    AT(RopeCacheArgs, key_stride), AT(RopeCacheArgs, value), AT(RopeCacheArgs, value_stride), AT(RopeCacheArgs, cos_sin),
+    AT(RopeCacheArgs, positions), AT(RopeCacheArgs, slots), AT(RopeCacheArgs, query_norm), AT(RopeCacheArgs, key_norm),
+    AT(RopeCacheArgs, norm_eps),
+    SIZE(RmsNormArgs), AT(RmsNormArgs, isa), AT(RmsNormArgs, num_threads), AT(RmsNormArgs, m), AT(RmsNormArgs, n), AT(RmsNormArgs, x),
+    AT(RmsNormArgs, ldx), AT(RmsNormArgs, residual), AT(RmsNormArgs, ldr), AT(RmsNormArgs, weight), AT(RmsNormArgs, y),
+    AT(RmsNormArgs, ldy), AT(RmsNormArgs, eps),
+    SIZE(SiluMulArgs), AT(SiluMulArgs, isa), AT(SiluMulArgs, num_threads), AT(SiluMulArgs, m), AT(SiluMulArgs, n),
+    AT(SiluMulArgs, gate_up), AT(SiluMulArgs, ldx), AT(SiluMulArgs, y), AT(SiluMulArgs, ldy),
+    SIZE(Matrix), AT(Matrix, weights), AT(Matrix, bias), AT(Matrix, n), AT(Matrix, k), AT(Matrix, format), AT(Matrix, fast),
+    AT(Matrix, next),
+    SIZE(Layer), AT(Layer, qkv), AT(Layer, output), AT(Layer, gate_up), AT(Layer, down), AT(Layer, input_norm), AT(Layer, post_norm),
+    AT(Layer, query_norm), AT(Layer, key_norm), AT(Layer, cache),
+    SIZE(Step), AT(Step, residual), AT(Step, normed), AT(Step, final_norm), AT(Step, cos_sin), AT(Step, positions), AT(Step, slots),
+    AT(Step, block_table), AT(Step, seq_lens), AT(Step, query_start_loc), AT(Step, block_table_stride), AT(Step, num_reqs), AT(Step, m),
+    AT(Step, hidden), AT(Step, window), AT(Step, eps), AT(Step, scale), AT(Step, soft_cap), AT(Step, isa), AT(Step, num_threads),
+    AT(Step, kv_type), AT(Step, block_size), AT(Step, num_heads), AT(Step, num_kv_heads), AT(Step, head_dim),
+};
+
+#undef SIZE
+#undef AT
+
+}  // namespace
+
+extern "C" {
+
+// Entry `index` of the list, which ends with a null name: "Structure.field" in two parts, and its offset.
+AIO_EXPORT const char* aio_layout(int64_t index, const char** field, int64_t* offset) {
+  if (index < 0 || index >= (int64_t)(sizeof(kFields) / sizeof(kFields[0]))) return nullptr;
+  *field = kFields[index].name, *offset = kFields[index].offset;
+  return kFields[index].structure;
+}
+
+}  // extern "C"
