@@ -6,7 +6,7 @@ from hmac import compare_digest
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from aioengine.server.errors import Problem, error_response
+from aioengine.server.errors import Problem, error_at
 from aioengine.server.settings import ServerSettings
 
 OPEN_PATHS = frozenset({"/health", "/ping"})
@@ -26,7 +26,7 @@ class Gate:
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         elif problem is not None:
-            await error_response(problem)(scope, receive, send)
+            await error_at(_own_path(scope), problem)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -41,9 +41,7 @@ class Gate:
         origin = headers.get(b"origin", b"").decode("latin-1").lower()
         if origin and origin not in self._origins:
             return Problem(403, "pages of this origin may not call", "permission_error")
-        # Mounted into another program, the path that counts is the one within this app.
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if self._key is None or path in OPEN_PATHS or self._shows_key(headers):
+        if self._key is None or _own_path(scope) in OPEN_PATHS or self._shows_key(headers):
             return None
         return Problem(401, "no valid API key: send `Authorization: Bearer KEY` or `x-api-key: KEY`", "authentication_error")
 
@@ -52,6 +50,12 @@ class Gate:
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
         shown = bearer.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
         return compare_digest(shown, self._key)
+
+
+def _own_path(scope: Scope) -> str:
+    """Mounted into another program, the path that counts is the one within this app."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 def _host_name(header: bytes) -> str:
