@@ -25,6 +25,7 @@ from aioengine.server.limits import read_body
 from aioengine.server.metrics import EngineMetrics
 from aioengine.server.prompts import ChatPrompts
 from aioengine.server.protocol import EngineRequest
+from aioengine.server.response_store import ResponseStore
 from aioengine.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ class Service:
         self.num_open = 0  # requests that are being answered, for /load
         self._metrics: EngineMetrics | None = None
         self._prompts: ChatPrompts | None = None
+        self.responses = ResponseStore(max_responses=settings.max_stored_responses)
 
     @property
     def prompts(self) -> ChatPrompts:
@@ -112,6 +114,7 @@ class Service:
         """The body as a `kind`. Raises RequestError for what it cannot be."""
         body = await read_body(request, max_bytes=self.settings.max_body_bytes, timeout_s=self.settings.read_timeout_s)
         try:
+            body.decode()  # fields that are ignored are not looked at below
             value = msgspec.json.decode(body, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:  # ValidationError is a DecodeError
             text = "the body is nested too deeply" if isinstance(exc, RecursionError) else str(exc)
