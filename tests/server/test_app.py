@@ -104,7 +104,7 @@ def test_every_route_is_described_and_everything_described_is_served() -> None:
 
 async def test_the_description_is_openapi_whose_references_all_lead_somewhere(served: Any) -> None:
     described = (await served.client.get("/openapi.json")).json()
-    assert described == json.loads(json.dumps(document()))
+    assert described == json.loads(json.dumps(document(model_names=["fake"])))
     assert described["openapi"].startswith("3.1")
     names = {f"#/components/schemas/{name}" for name in described["components"]["schemas"]}
 
