@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from typing import Any
 
 from aioengine.engine.async_engine import AsyncEngine
 from aioengine.server import ServerSettings, create_app
@@ -13,7 +14,7 @@ from aioengine.testing import FakeExecutor, FakeTokenizer
 
 async def main(port: int) -> None:
     executor = FakeExecutor(num_blocks=4097, block_size=16, max_num_seqs=64)
-    options = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "max_model_len": 256, "block_size": 16}
+    options: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "max_model_len": 256, "block_size": 16}
     async with AsyncEngine(executor=executor, tokenizer=FakeTokenizer(), **options) as engine:
         await serve_app(create_app(engine, ServerSettings(served_model_names=["fake"])), host="127.0.0.1", port=port)
 

@@ -123,8 +123,8 @@ def python_of(client: Client) -> Path:
         site = next((folder / "lib").glob("python*/site-packages"))
         if client.shares_torch:
             (site / "engine.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-        install = [folder / "bin" / "python", "-m", "pip", "install", "--quiet"]
-        subprocess.run([*install, "-r", requirements], check=True)
+        install = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet"]
+        subprocess.run([*install, "-r", str(requirements)], check=True)
         if client.shares_torch:
             subprocess.run([*install, "--no-deps", VLLM_WHEEL], check=True)
         stamp.touch()

@@ -44,7 +44,8 @@ async def test_tokens_and_texts_are_each_other_s(served: Any) -> None:
     assert tokens["max_model_len"] == 2048
     assert tokens["token_strs"][:2] == ["<bos>", "H"]
     assert (await served.post("/detokenize", {"tokens": tokens["tokens"]}))["prompt"] == "<bos>Hé"
-    for body in ({}, {"prompt": "x", "messages": []}, {"messages": []}):
+    bodies: list[dict[str, Any]] = [{}, {"prompt": "x", "messages": []}, {"messages": []}]
+    for body in bodies:
         await served.post("/tokenize", body, status=400)
     for bad in ([-1], [261], [2**70]):
         await served.post("/detokenize", {"tokens": bad}, status=400)
@@ -72,7 +73,7 @@ async def test_a_long_text_does_not_hold_the_loop(served: Any) -> None:
     def encode(text: str, *, add_special_tokens: bool = True) -> list[int]:
         if len(text) > 10_000:
             time.sleep(0.3)
-        return slow(tokenizer, text[:100], add_special_tokens=add_special_tokens)
+        return list(slow(tokenizer, text[:100], add_special_tokens=add_special_tokens))
 
     tokenizer.encode = encode
     for path, body in (
