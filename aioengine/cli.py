@@ -61,7 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="aioengine", description=_DESCRIPTION, epilog=_EPILOG, usage="aioengine [--version] COMMAND ...")
     parser.add_argument("--version", action="version", version=f"aioengine {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", prog="aioengine")
-    for add in (_add_generate, _add_chat, _add_demo, _add_top, add_bench, _add_pull, _add_doctor):
+    for add in (_add_generate, _add_chat, _add_serve, _add_demo, _add_top, add_bench, _add_pull, _add_doctor):
         add(commands)
     return parser
 
@@ -187,6 +187,60 @@ def _chat(args: argparse.Namespace, start_time: float) -> None:
     from aioengine.commands.chat import ChatSettings, chat
 
     chat(ChatSettings(config=config, params=params, system=args.system, publish=options.publish_options(args), stats=args.stats))
+
+
+# ---------------------------------------------------------------------------------------------------- serve
+def _add_serve(commands: argparse._SubParsersAction[_Parser]) -> None:
+    parser = commands.add_parser(
+        "serve",
+        help="answer OpenAI's API over HTTP",
+        description="Answer OpenAI's API over HTTP (completions, chat, responses, models), and Anthropic's messages. "
+        "SIGTERM lets running requests end; a second one does not.",
+        usage="aioengine serve [options] [MODEL]",
+        epilog="""\
+examples:
+  aioengine serve smollm2
+  aioengine serve smollm2 --port 9000 --events /tmp/e.sock     and beside it: aioengine top /tmp/e.sock
+  AIOENGINE_API_KEY=... aioengine serve smollm2 --host 0.0.0.0
+""",
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", nargs="?", default="smollm2", help="built-in alias, folder, .gguf file or repository (default: smollm2)")
+    add("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1, this machine only)")
+    add("--port", type=int, metavar="N", default=8000, help="port to listen at (default: 8000)")
+    add("--api-key-file", metavar="FILE", help="file with the key that requests must show (default: AIOENGINE_API_KEY)")
+    add("--no-auth", action="store_true", help="let other machines in without a key")
+    add("--served-model-name", action="append", metavar="NAME", default=[], help="name of the model in requests; may be repeated")
+    parsers = ("hermes", "llama3_json", "mistral")
+    add("--tool-call-parser", choices=parsers, help="how the model writes that it calls a tool (default: as its chat template says)")
+    add("--allowed-origin", action="append", metavar="ORIGIN", default=[], help="web pages that may call; may be repeated (default: none)")
+    add("--max-connections", type=int, metavar="N", default=1024, help="connections at once (default: 1024)")
+    add("--log-requests", action="store_true", help="log prompts and parameters (default: nothing of a prompt is logged)")
+    options.add_run_options(parser)
+    options.add_engine_options(parser)
+    parser.set_defaults(handler=_serve)
+
+
+def _serve(args: argparse.Namespace, start_time: float) -> None:
+    config, publish = options.engine_config(args), options.publish_options(args)
+
+    from aioengine.commands.serve import ServeCommand, serve
+
+    serve(
+        ServeCommand(
+            config=config,
+            publish=publish,
+            host=args.host,
+            port=args.port,
+            api_key_file=args.api_key_file,
+            no_auth=args.no_auth,
+            served_model_names=tuple(args.served_model_name),
+            tool_call_parser=args.tool_call_parser,
+            allowed_origins=tuple(args.allowed_origin),
+            max_connections=args.max_connections,
+            log_requests=args.log_requests,
+        )
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- demo

@@ -34,9 +34,10 @@ ALLOWED: dict[str, set[str]] = {
     "executor": MODEL_SIDE | {"checkpoint", "models", "worker", "executor.base"},
     "structured_output": BASE,
     "engine": MODEL_SIDE | {"checkpoint", "models", "worker", "executor", "executor.base", "structured_output", "events", "package"},
+    "server": BASE | {"core", "engine", "events", "package"},
     "testing": MODEL_SIDE | {"checkpoint", "models", "worker", "executor", "executor.base", "events", "engine"},
     "package": BASE | {"core", "events", "engine"},  # aioengine/__init__.py: lazy, so the names are only for type checkers
-    "commands": BASE | {"core", "events", "kernels", "checkpoint", "models", "engine", "package", "bench", "tui"},
+    "commands": BASE | {"core", "events", "kernels", "checkpoint", "models", "engine", "package", "server", "bench", "tui"},
     "cli": BASE | {"commands", "package"},
     "__main__": {"cli"},
     "tui": BASE | {"core", "events"},
@@ -48,6 +49,7 @@ FORBIDDEN_LIBRARIES: dict[str, set[str]] = {
     "core": {"asyncio", "torch", "numpy", "time", "threading", "logging"},
     "events": {"torch", "numpy", "textual", "rich"},
     "kernels": {"transformers", "textual", "rich"},
+    "server": {"torch", "numpy", "transformers", "jinja2"},
 }
 # The terminal is for those who draw on it.
 DRAWS = {"commands", "tui"}

@@ -1,0 +1,69 @@
+"""Bodies and readers within bounds: a body has a size and a time, and who stops reading is cut off."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.requests import ClientDisconnect, Request
+
+from aioengine.server.errors import RequestError
+
+
+async def read_body(request: Request, *, max_bytes: int, timeout_s: float) -> bytes:
+    """The whole body, chunked or not. Raises RequestError (413, 408), and ClientDisconnect where the client left."""
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and int(length) > max_bytes:
+        raise _too_large(max_bytes)
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for part in request.stream():
+                size += len(part)
+                if size > max_bytes:
+                    raise _too_large(max_bytes)
+                parts.append(part)
+    except TimeoutError:
+        raise RequestError(408, f"the body did not arrive within {timeout_s:g} s", kind="timeout_error") from None
+    return b"".join(parts)
+
+
+def _too_large(max_bytes: int) -> RequestError:
+    return RequestError(413, f"the body is larger than {max_bytes} bytes")
+
+
+class SendWatch:
+    """Cancels the running task when one `send` has taken longer than `timeout_s`: its reader takes nothing.
+
+    One timer a stream, not one a send: a timeout around every event would cost more than the event.
+    """
+
+    __slots__ = ("_loop", "_since", "_task", "_timeout_s", "_timer", "expired")
+
+    def __init__(self, timeout_s: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        self._timeout_s = timeout_s
+        self._since: float | None = None  # when the send that is under way began
+        self.expired = False
+        self._timer = self._loop.call_later(timeout_s, self._look)
+
+    def begin(self) -> None:
+        self._since = self._loop.time()
+
+    def end(self) -> None:
+        self._since = None
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        waited = 0.0 if self._since is None else self._loop.time() - self._since
+        if waited >= self._timeout_s and self._task is not None:
+            self.expired = True
+            self._task.cancel()
+            return
+        self._timer = self._loop.call_later(self._timeout_s - waited, self._look)
+
+
+__all__ = ["ClientDisconnect", "SendWatch", "read_body"]

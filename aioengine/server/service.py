@@ -1,0 +1,214 @@
+"""What every endpoint needs: the engine, the body, the model's name, and generation that ends when its client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from aioengine.engine.async_engine import AsyncEngine
+from aioengine.engine.detokenizer import TextTokenizer
+from aioengine.engine.input_processor import Prompt
+from aioengine.errors import AioEngineError
+from aioengine.outputs import RequestOutput
+from aioengine.sampling_params import SamplingParams
+from aioengine.server.errors import Problem, RequestError, error_response, problem_of
+from aioengine.server.limits import read_body
+from aioengine.server.metrics import EngineMetrics
+from aioengine.server.prompts import ChatPrompts
+from aioengine.server.protocol import EngineRequest
+from aioengine.server.response_store import ResponseStore
+from aioengine.server.settings import ServerSettings
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Handler = Callable[[Request], Awaitable[Response]]
+
+_MAX_INLINE_CHARS = 4096  # tokenising that many takes about a millisecond
+_CLIENT_LEFT = 499  # as nginx says it; nobody is there to read it
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A generation whose first output is there: it was not refused."""
+
+    first: RequestOutput
+    stream: AsyncIterator[RequestOutput]
+
+    async def outputs(self) -> AsyncIterator[RequestOutput]:
+        """The first output and those after it. Leaving early aborts the request."""
+        try:
+            yield self.first
+            if not self.first.finished:
+                async for output in self.stream:
+                    yield output
+        finally:
+            await self.close()
+
+    async def last(self) -> RequestOutput:
+        latest = self.first
+        async for output in self.outputs():
+            latest = output
+        return latest
+
+    async def close(self) -> None:
+        await self.stream.aclose()  # type: ignore[attr-defined]
+
+
+class Service:
+    """One engine as HTTP sees it."""
+
+    def __init__(self, engine: AsyncEngine, settings: ServerSettings) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.start_time = int(time.time())
+        self.num_open = 0  # requests that are being answered, for /load
+        self._metrics: EngineMetrics | None = None
+        self._prompts: ChatPrompts | None = None
+        self.responses = ResponseStore(max_responses=settings.max_stored_responses)
+
+    @property
+    def prompts(self) -> ChatPrompts:
+        """Of the engine's tokenizer. Raises RequestError if it has none, AioEngineError before it is started."""
+        if self._prompts is None:
+            name = self.engine.model_info.name
+            self._prompts = ChatPrompts(self.tokenizer, model_name=name, tool_format=self.settings.tool_call_parser)
+        return self._prompts
+
+    @property
+    def tokenizer(self) -> TextTokenizer:
+        """Raises RequestError if the engine works on token ids only, AioEngineError before it is started."""
+        name = self.engine.model_info.name
+        try:
+            return self.engine.tokenizer
+        except AioEngineError:
+            raise RequestError(400, f"{name} is served without a tokenizer: send token ids to /v1/completions") from None
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        return tuple(self.settings.served_model_names) or (self.engine.config.model,)
+
+    @property
+    def model_name(self) -> str:
+        """What answers call the model."""
+        return self.model_names[0]
+
+    def started_metrics(self) -> EngineMetrics:
+        """The engine's metrics, which count from the first request on, whatever it asks for."""
+        if self._metrics is None:
+            self._metrics = EngineMetrics(self.engine, model_name=self.model_name)
+            self._metrics.start()
+        return self._metrics
+
+    # ------------------------------------------------------------------ requests in
+    async def read(self, request: Request, kind: type[T]) -> T:
+        """The body as a `kind`. Raises RequestError for what it cannot be."""
+        body = await read_body(request, max_bytes=self.settings.max_body_bytes, timeout_s=self.settings.read_timeout_s)
+        try:
+            body.decode()  # fields that are ignored are not looked at below
+            value = msgspec.json.decode(body, type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:  # ValidationError is a DecodeError
+            text = "the body is nested too deeply" if isinstance(exc, RecursionError) else str(exc)
+            raise RequestError(400, f"the body cannot be read: {text}") from None
+        name = getattr(value, "model", None)
+        if name is not None and name not in self.model_names:
+            raise RequestError(404, f"the model {name[:100]!r} is not served here", kind="not_found_error", param="model")
+        return value
+
+    # ------------------------------------------------------------------ generation
+    async def start(self, prompt: Prompt, params: SamplingParams, request: EngineRequest, *, request_id: str | None = None) -> Started:
+        """Submit, and wait for the first output: only now it is known that the request is not refused."""
+        if self.settings.log_requests:
+            logger.info("prompt %r, %r", prompt, params)
+        stream = self.engine.generate(
+            prompt,
+            params,
+            request_id=request_id or request.request_id,
+            priority=request.priority or 0,
+            cache_salt=request.cache_salt,
+            timeout=request.timeout,
+        )
+        try:
+            return Started(await anext(stream), stream)
+        except BaseException:
+            await stream.aclose()
+            raise
+
+    async def start_all(self, starts: list[Coroutine[Any, Any, Started]]) -> list[Started]:
+        """All of them, or none: where one is refused the others are aborted."""
+        tasks = [asyncio.ensure_future(start) for start in starts]
+        try:
+            return list(await asyncio.gather(*tasks))
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            for result in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(result, Started):
+                    await result.close()
+            raise
+
+    # ------------------------------------------------------------------ answers out
+    def endpoint(
+        self, kind: type[T], answer: Callable[[T], Coroutine[Any, Any, Response]], respond: Callable[[Problem], Response] = error_response
+    ) -> Handler:
+        """Reads the body as a `kind` and answers it; errors become responses by `respond` (OpenAI's form, or `anthropic_error`).
+
+        A client that leaves before there is a response cancels the answer, which aborts what it had started.
+        """
+
+        async def handle(request: Request) -> Response:
+            self.num_open += 1
+            try:
+                self.started_metrics()
+                body = await self.read(request, kind)
+                return await _unless_client_leaves(request, answer(body))
+            except ClientDisconnect:
+                return Response(status_code=_CLIENT_LEFT)
+            except (AioEngineError, RequestError) as exc:
+                return respond(problem_of(exc))
+            except Exception as exc:
+                logger.exception("%s failed", request.url.path)
+                return respond(problem_of(exc))
+            finally:
+                self.num_open -= 1
+
+        return handle
+
+
+async def off_loop(num_chars: int, work: Callable[[], T]) -> T:
+    """Do what takes time with a text of that length: beside the event loop, which has steps to schedule, if it is a long one."""
+    return work() if num_chars <= _MAX_INLINE_CHARS else await asyncio.to_thread(work)
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{secrets.token_hex(16)}"
+
+
+async def _unless_client_leaves(request: Request, answer: Coroutine[Any, Any, T]) -> T:
+    """Await `answer`; cancel it, and raise ClientDisconnect, if the client closes its connection first. The body has been read."""
+    task = asyncio.create_task(answer)
+    watch = asyncio.create_task(_until_disconnect(request))
+    try:
+        await asyncio.wait([task, watch], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        watch.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])
+
+
+async def _until_disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
