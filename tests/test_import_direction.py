@@ -36,8 +36,9 @@ ALLOWED: dict[str, set[str]] = {
     "structured_output": BASE,
     "engine": MODEL_SIDE | {"models", "worker", "executor", "executor.base", "structured_output", "events", "package"},
     "testing": MODEL_SIDE | {"models", "worker", "executor", "executor.base", "events", "engine"},
+    "server": BASE | {"core", "events", "engine", "testing", "package"},
     "package": BASE | {"core", "events", "engine"},  # aioengine/__init__.py: lazy, so the names are only for type checkers
-    "commands": BASE | {"core", "events", "kernels", "models", "engine", "package", "bench", "tui"},
+    "commands": BASE | {"core", "events", "kernels", "models", "engine", "server", "package", "bench", "tui"},
     "cli": BASE | {"commands", "package"},
     "__main__": {"cli"},
     "tui": BASE | {"core", "events"},

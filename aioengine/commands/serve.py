@@ -9,14 +9,20 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from aioengine.commands.runtime import run, started_engine
+from aioengine.commands.termination import drained_is_success
 from aioengine.config import EngineConfig
+from aioengine.engine.async_engine import AsyncEngine
 from aioengine.engine.publishing import PublishOptions
 from aioengine.errors import ConfigError
 from aioengine.server import ServerSettings, create_app
-from aioengine.server.run import serve_app
+from aioengine.server.connection import ConnectionLimits
+from aioengine.server.fake import ScriptedEngine
+from aioengine.server.run import Server, bind
+from aioengine.server.script import Script
 
 KEY_VARIABLE = "AIOENGINE_API_KEY"
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
@@ -24,7 +30,9 @@ _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeCommand:
-    """no_auth: answer another host than this machine without a key, which has to be said aloud."""
+    """no_auth: answer another host than this machine without a key, which has to be said aloud. script: answer from it, without
+    a model; None: load the model.
+    """
 
     config: EngineConfig
     publish: PublishOptions
@@ -36,6 +44,7 @@ class ServeCommand:
     allowed_origins: Sequence[str]
     max_connections: int
     log_requests: bool
+    script: Script | None = None
 
 
 def serve(command: ServeCommand) -> None:
@@ -84,17 +93,39 @@ def is_loopback(host: str) -> bool:
 
 
 async def _serve(command: ServeCommand, settings: ServerSettings) -> None:
-    async with started_engine(command.config, command.publish) as engine:
-        app = create_app(engine, settings)
-        serving = asyncio.create_task(serve_app(app, host=command.host, port=command.port, max_connections=command.max_connections))
-        name = (settings.served_model_names or (command.config.model,))[0]
-        print(f"serving {name} at http://{command.host}:{command.port}/v1 ({_who(settings)})", file=sys.stderr, flush=True)
-        try:
-            await serving
-        finally:
-            serving.cancel()
-            await asyncio.wait([serving])
+    drained_is_success()
+    sockets = bind(command.host, command.port)  # before the model is loaded: that takes long
+    try:
+        make = AsyncEngine if command.script is None else partial(ScriptedEngine, script=command.script)
+        async with started_engine(command.config, command.publish, make=make) as engine:
+            app = create_app(engine, settings)
+            server = Server(app, sockets, limits=ConnectionLimits(max_connections=command.max_connections))
+            serving = asyncio.create_task(server.serve())
+            try:
+                await _until_listening(server, serving)
+                print(_describe(command, settings, sockets[0].getsockname()[1]), file=sys.stderr, flush=True)
+                await serving
+            finally:
+                await engine.shutdown()  # so that no answer goes on for longer than what has come so far
+                serving.cancel()
+                await asyncio.wait([serving])
+    finally:
+        for sock in sockets:
+            sock.close()
 
 
-def _who(settings: ServerSettings) -> str:
-    return "with an API key" if settings.api_key is not None else "no API key"
+async def _until_listening(server: Server, serving: asyncio.Task[None]) -> None:
+    while not server.is_listening and not serving.done():
+        await asyncio.sleep(0.01)
+
+
+def _describe(command: ServeCommand, settings: ServerSettings, port: int) -> str:
+    name = (settings.served_model_names or (command.config.model,))[0]
+    host = f"[{command.host}]" if ":" in command.host and not command.host.startswith("[") else command.host
+    if settings.api_key is not None:
+        who = "with an API key"
+    elif is_loopback(command.host):
+        who = "no API key, this machine only"
+    else:
+        who = "NO API KEY: whoever reaches this machine may use it"
+    return f"serving {name} at http://{host}:{port}/v1 ({who})"

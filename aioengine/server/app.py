@@ -44,6 +44,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> S
         middleware=[Middleware(Gate, settings=settings)],
         exception_handlers={HTTPException: _http_error},
     )
+    app.router.redirect_slashes = False  # a redirect would be made of the Host header that the client wrote
     app.state.service = service
     return app
 

@@ -9,23 +9,43 @@ from starlette.requests import ClientDisconnect, Request
 from aioengine.server.errors import RequestError
 
 
-async def read_body(request: Request, *, max_bytes: int, timeout_s: float) -> bytes:
-    """The whole body, chunked or not. Raises RequestError (413, 408), and ClientDisconnect where the client left."""
+class BodyBudget:
+    """The bytes of all bodies that are being read, together: many large ones at once would fill the memory."""
+
+    __slots__ = ("max_bytes", "num_bytes")
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Raises RequestError (503) if that many more are too many."""
+        if self.num_bytes + num_bytes > self.max_bytes:
+            raise RequestError(503, f"bodies of more than {self.max_bytes} bytes arrive at once: try again later", kind="server_error")
+        self.num_bytes += num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        self.num_bytes -= num_bytes
+
+
+async def read_body(request: Request, *, max_bytes: int, timeout_s: float, budget: BodyBudget) -> bytes:
+    """The whole body, chunked or not. Raises RequestError (413, 408, 503), and ClientDisconnect where the client left."""
     length = request.headers.get("content-length", "")
     if length.isdigit() and int(length) > max_bytes:
         raise _too_large(max_bytes)
-    parts: list[bytes] = []
-    size = 0
+    body = bytearray()
     try:
         async with asyncio.timeout(timeout_s):
             async for part in request.stream():
-                size += len(part)
-                if size > max_bytes:
+                if len(body) + len(part) > max_bytes:
                     raise _too_large(max_bytes)
-                parts.append(part)
+                budget.take(len(part))
+                body += part
     except TimeoutError:
         raise RequestError(408, f"the body did not arrive within {timeout_s:g} s", kind="timeout_error") from None
-    return b"".join(parts)
+    finally:
+        budget.give_back(len(body))
+    return bytes(body)
 
 
 def _too_large(max_bytes: int) -> RequestError:

@@ -42,6 +42,8 @@ class Models:
 
     async def health(self, request: Request) -> Response:
         """200 while requests are taken; 503 once the engine is dead or drains."""
+        if (problem := self._service.draining()) is not None:
+            return error_response(problem)
         try:
             self._service.engine.check_health()
         except AioEngineError as exc:

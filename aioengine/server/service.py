@@ -16,11 +16,11 @@ from starlette.responses import Response
 
 from aioengine.engine.async_engine import AsyncEngine
 from aioengine.engine.input_processor import Prompt
-from aioengine.errors import AioEngineError
+from aioengine.errors import AioEngineError, EngineDeadError
 from aioengine.outputs import RequestOutput
 from aioengine.sampling_params import SamplingParams
 from aioengine.server.errors import Problem, RequestError, error_response, problem_of
-from aioengine.server.limits import read_body
+from aioengine.server.limits import BodyBudget, read_body
 from aioengine.server.metrics import EngineMetrics
 from aioengine.server.protocol import GenerationRequest
 from aioengine.server.settings import ServerSettings
@@ -67,6 +67,7 @@ class Service:
         self.engine = engine
         self.settings = settings
         self.start_time = int(time.time())
+        self._bodies = BodyBudget(settings.max_total_body_bytes)
         self.num_open = 0  # requests that are being answered, for /load
         self._metrics: EngineMetrics | None = None
 
@@ -86,10 +87,17 @@ class Service:
             self._metrics.start()
         return self._metrics
 
+    def draining(self) -> Problem | None:
+        """What a new request is told while the running ones come to their end."""
+        if self.engine.is_draining:
+            return Problem(503, "the server is shutting down: it finishes its requests and takes no new ones", "server_error")
+        return None
+
     # ------------------------------------------------------------------ requests in
     async def read(self, request: Request, kind: type[T]) -> T:
         """The body as a `kind`. Raises RequestError for what it cannot be."""
-        body = await read_body(request, max_bytes=self.settings.max_body_bytes, timeout_s=self.settings.read_timeout_s)
+        settings = self.settings
+        body = await read_body(request, max_bytes=settings.max_body_bytes, timeout_s=settings.read_timeout_s, budget=self._bodies)
         try:
             value = msgspec.json.decode(body, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:  # ValidationError is a DecodeError
@@ -142,6 +150,8 @@ class Service:
         """
 
         async def handle(request: Request) -> Response:
+            if (problem := self.draining()) is not None:
+                return respond(problem)
             self.num_open += 1
             try:
                 self.started_metrics()
@@ -150,7 +160,8 @@ class Service:
             except ClientDisconnect:
                 return Response(status_code=_CLIENT_LEFT)
             except (AioEngineError, RequestError) as exc:
-                return respond(problem_of(exc))
+                refused_late = self.draining() if isinstance(exc, EngineDeadError) else None  # it came while the drain began
+                return respond(refused_late or problem_of(exc))
             except Exception as exc:
                 logger.exception("%s failed", request.url.path)
                 return respond(problem_of(exc))

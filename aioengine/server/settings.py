@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from aioengine.errors import ConfigError
 
 DEFAULT_MAX_BODY_BYTES = 8 << 20
+DEFAULT_MAX_TOTAL_BODY_BYTES = 128 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +19,8 @@ class ServerSettings:
     api_key: what every request but those for /health and /ping must show, as `Authorization: Bearer` or `x-api-key`. None: none.
     allowed_hosts: names in the `Host` header that are answered, so that no foreign page reaches a server on this machine through a
         name of its own. Empty: all. allowed_origins: pages of these origins may call; a browser's other pages are refused.
-    max_body_bytes: the largest body. read_timeout_s: seconds for a whole body. send_timeout_s: how long a reader may take nothing.
+    max_body_bytes: the largest body; max_total_body_bytes: of all that are being read. read_timeout_s: seconds for a whole body.
+    send_timeout_s: how long a reader may take nothing.
     log_requests: log each request's prompt and parameters.
 
     Raises ConfigError naming the value and the limit.
@@ -29,6 +31,7 @@ class ServerSettings:
     allowed_hosts: Sequence[str] = ()
     allowed_origins: Sequence[str] = ()
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    max_total_body_bytes: int = DEFAULT_MAX_TOTAL_BODY_BYTES
     read_timeout_s: float = 30.0
     send_timeout_s: float = 60.0
     log_requests: bool = False
@@ -41,6 +44,10 @@ class ServerSettings:
             raise ConfigError("the API key must have at least 8 printable ASCII characters")
         if self.max_body_bytes < 1024:
             raise ConfigError(f"max_body_bytes must be at least 1024, got {self.max_body_bytes}")
+        if self.max_total_body_bytes < self.max_body_bytes:
+            raise ConfigError(
+                f"max_total_body_bytes must be at least max_body_bytes ({self.max_body_bytes}), got {self.max_total_body_bytes}"
+            )
         for name in ("read_timeout_s", "send_timeout_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
