@@ -14,6 +14,7 @@ MAX_HEAD_BYTES = 64 << 10
 MAX_HEADERS = 100
 _FRAMING_PER_BODY_BYTE = 16  # a chunk of one byte needs five more to frame it
 
+_VERSIONS = ("1.0", "1.1")  # without any it is 0.9, which has neither headers nor a status
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\ncontent-length: 0\r\n\r\n"
 
@@ -152,6 +153,9 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.keep_alive = False
             self._is_deaf = True
+            return
+        if self.parser.get_http_version() not in _VERSIONS:
+            self.send_400_response("HTTP/1.0 and HTTP/1.1 are spoken here.")
             return
         self._book.note(self, busy=True)
         super().on_headers_complete()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -63,6 +65,10 @@ class Models:
         return Response(content, headers={"content-type": media_type})
 
     async def tokenize(self, body: TokenizeRequest) -> Response:
+        """In a thread: a long text takes long, and the loop has steps to schedule."""
+        return await asyncio.to_thread(self._tokenize, body)
+
+    def _tokenize(self, body: TokenizeRequest) -> Response:
         tokenizer = self._service.engine.tokenizer
         if (body.prompt is None) == (body.messages is None):
             raise RequestError(400, "give either prompt or messages", param="prompt")
@@ -79,6 +85,9 @@ class Models:
         return json_response({"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids, "token_strs": texts})
 
     async def detokenize(self, body: DetokenizeRequest) -> Response:
+        return await asyncio.to_thread(self._detokenize, body)
+
+    def _detokenize(self, body: DetokenizeRequest) -> Response:
         vocab_size = self._service.engine.model_info.vocab_size
         for token_id in body.tokens:
             if not 0 <= token_id < vocab_size:

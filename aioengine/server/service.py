@@ -67,7 +67,7 @@ class Service:
         self.engine = engine
         self.settings = settings
         self.start_time = int(time.time())
-        self._bodies = BodyBudget(settings.max_total_body_bytes)
+        self.bodies = BodyBudget(settings.max_total_body_bytes)
         self.num_open = 0  # requests that are being answered, for /load
         self._metrics: EngineMetrics | None = None
 
@@ -97,7 +97,7 @@ class Service:
     async def read(self, request: Request, kind: type[T]) -> T:
         """The body as a `kind`. Raises RequestError for what it cannot be."""
         settings = self.settings
-        body = await read_body(request, max_bytes=settings.max_body_bytes, timeout_s=settings.read_timeout_s, budget=self._bodies)
+        body = await read_body(request, max_bytes=settings.max_body_bytes, timeout_s=settings.read_timeout_s, budget=self.bodies)
         try:
             value = msgspec.json.decode(body, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:  # ValidationError is a DecodeError
