@@ -4,9 +4,32 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from aioengine.server.errors import RequestError
+
+
+MAX_NUM_CONTAINERS = 1 << 18
+MAX_NUM_ITEMS = 1 << 14
+_TOKEN_FIELDS = frozenset({"prompt", "tokens", "allowed_token_ids"})
+
+
+def check_num_values(body: bytes) -> None:
+    """Raise RequestError if the body may hold more lists and objects than the loop can make in a moment: {},{},{}, ...
+
+    Brackets within texts count too: it takes a millisecond, and megabytes of them are no prompt.
+    """
+    if len(body) > MAX_NUM_CONTAINERS and body.count(b"{") + body.count(b"[") > MAX_NUM_CONTAINERS:
+        raise RequestError(400, f"the body holds more than {MAX_NUM_CONTAINERS} lists and objects")
+
+
+def check_num_items(value: msgspec.Struct) -> None:
+    """Raise RequestError if a field holds more than anybody writes; token ids are the engine's to judge."""
+    for name in value.__struct_fields__:
+        items = getattr(value, name)
+        if isinstance(items, (list, dict)) and len(items) > MAX_NUM_ITEMS and name not in _TOKEN_FIELDS:
+            raise RequestError(400, f"{name} holds {len(items)} entries, at most {MAX_NUM_ITEMS} are allowed", param=name)
 
 
 class BodyBudget:
@@ -86,4 +109,4 @@ class SendWatch:
         self._timer = self._loop.call_later(self._timeout_s - waited, self._look)
 
 
-__all__ = ["ClientDisconnect", "SendWatch", "read_body"]
+__all__ = ["BodyBudget", "ClientDisconnect", "SendWatch", "check_num_items", "check_num_values", "read_body"]

@@ -20,7 +20,7 @@ from aioengine.errors import AioEngineError, EngineDeadError
 from aioengine.outputs import RequestOutput
 from aioengine.sampling_params import SamplingParams
 from aioengine.server.errors import Problem, RequestError, error_response, problem_of
-from aioengine.server.limits import BodyBudget, read_body
+from aioengine.server.limits import BodyBudget, check_num_items, check_num_values, read_body
 from aioengine.server.metrics import EngineMetrics
 from aioengine.server.protocol import GenerationRequest
 from aioengine.server.settings import ServerSettings
@@ -98,11 +98,13 @@ class Service:
         """The body as a `kind`. Raises RequestError for what it cannot be."""
         settings = self.settings
         body = await read_body(request, max_bytes=settings.max_body_bytes, timeout_s=settings.read_timeout_s, budget=self.bodies)
+        check_num_values(body)
         try:
             value = msgspec.json.decode(body, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:  # ValidationError is a DecodeError
             text = "the body is nested too deeply" if isinstance(exc, RecursionError) else str(exc)
             raise RequestError(400, f"the body cannot be read: {text}") from None
+        check_num_items(value)
         name = getattr(value, "model", None)
         if name is not None and name not in self.model_names:
             raise RequestError(404, f"the model {name[:100]!r} is not served here", kind="not_found_error", param="model")
