@@ -206,7 +206,11 @@ examples:
     )
     add = parser.add_argument
     add("model", metavar="MODEL", nargs="?", help="built-in alias, folder, .gguf file or repository (default: smollm2)")
-    add("--fake", action="store_true", help="no model: the real scheduler, and answers from --script; for tests of programs that use a server")
+    add(
+        "--fake",
+        action="store_true",
+        help="no model: the real scheduler, and answers from --script; for tests of programs that use a server",
+    )
     add("--script", metavar="FILE", help="what --fake answers, as JSON (see the documentation; default: one sentence)")
     add("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1, this machine only)")
     add("--port", type=int, metavar="N", default=8000, help="port to listen at (default: 8000)")

@@ -50,7 +50,8 @@ class ServeCommand:
 def serve(command: ServeCommand) -> None:
     """Serve until SIGINT or SIGTERM; the latter drains. Raises ConfigError."""
     settings = server_settings(command)
-    run(_serve(command, settings))
+    limits = ConnectionLimits(max_connections=command.max_connections)
+    run(_serve(command, settings, limits))
 
 
 def server_settings(command: ServeCommand) -> ServerSettings:
@@ -92,30 +93,31 @@ def is_loopback(host: str) -> bool:
     return False
 
 
-async def _serve(command: ServeCommand, settings: ServerSettings) -> None:
+async def _serve(command: ServeCommand, settings: ServerSettings, limits: ConnectionLimits) -> None:
     drained_is_success()
     sockets = bind(command.host, command.port)  # before the model is loaded: that takes long
     try:
         make = AsyncEngine if command.script is None else partial(ScriptedEngine, script=command.script)
         async with started_engine(command.config, command.publish, make=make) as engine:
             app = create_app(engine, settings)
-            server = Server(app, sockets, limits=ConnectionLimits(max_connections=command.max_connections))
+            server = Server(app, sockets, limits=limits)
             serving = asyncio.create_task(server.serve())
             try:
                 await _until_listening(server, serving)
                 print(_describe(command, settings, sockets[0].getsockname()[1]), file=sys.stderr, flush=True)
-                await serving
+                await asyncio.wait([serving])  # it is not cancelled with us: first its answers end
             finally:
-                await engine.shutdown()  # so that no answer goes on for longer than what has come so far
-                serving.cancel()
+                await engine.shutdown()
+                server.stop()
                 await asyncio.wait([serving])
+            serving.result()
     finally:
         for sock in sockets:
             sock.close()
 
 
 async def _until_listening(server: Server, serving: asyncio.Task[None]) -> None:
-    while not server.is_listening and not serving.done():
+    while not server.is_listening and not serving.done():  # noqa: ASYNC110 - uvicorn has no event for it
         await asyncio.sleep(0.01)
 
 

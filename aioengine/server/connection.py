@@ -10,6 +10,8 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from aioengine.errors import ConfigError
+
 MAX_HEAD_BYTES = 64 << 10
 MAX_HEADERS = 100
 _FRAMING_PER_BODY_BYTE = 16  # a chunk of one byte needs five more to frame it
@@ -31,6 +33,10 @@ class ConnectionLimits:
     head_timeout_s: float = 10.0
     linger_s: float = 5.0
     stall_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.max_connections < 1:
+            raise ConfigError(f"max_connections must be at least 1, got {self.max_connections}")
 
 
 class Connections:

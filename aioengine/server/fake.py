@@ -139,9 +139,7 @@ class ScriptedEngine(AsyncEngine):
             raise RequestError(answer.error.status, answer.error.message, kind=answer.error.type)
         params = sampling_params if sampling_params is not None else SamplingParams()
         params = params.with_values(extra_args={**params.extra_args, _ARG: index})
-        stream = super().generate(
-            prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt, timeout=timeout
-        )
+        stream = super().generate(prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt, timeout=timeout)
         num_tokens = 0
         async with aclosing(stream) as outputs:
             async for output in outputs:

@@ -9,7 +9,6 @@ from starlette.requests import ClientDisconnect, Request
 
 from aioengine.server.errors import RequestError
 
-
 MAX_NUM_CONTAINERS = 1 << 18
 MAX_NUM_ITEMS = 1 << 14
 _TOKEN_FIELDS = frozenset({"prompt", "tokens", "allowed_token_ids"})
