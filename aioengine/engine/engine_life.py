@@ -16,6 +16,7 @@ from aioengine.engine.engine_core import EngineCore
 from aioengine.engine.input_processor import InputProcessor
 from aioengine.engine.output_processor import OutputProcessor
 from aioengine.engine.publishing import Publisher, PublishOptions
+from aioengine.engine.request_times import RequestTimes
 from aioengine.engine.startup import find_parts, parts_for_executor
 from aioengine.engine.submission import Submitter
 from aioengine.errors import AioEngineError, ConfigError, EngineDeadError, StepTimeoutError
@@ -133,7 +134,8 @@ class EngineLife(ABC):
             structured_output=structured_output,
         )
         publish_text = self._publisher.options.publish_text
-        self._output = OutputProcessor(self._tokenizer, publish_text=publish_text)
+        times = RequestTimes()
+        self._output = OutputProcessor(self._tokenizer, publish_text=publish_text, times=times)
         self._core = EngineCore(
             scheduler,
             executor,
@@ -144,6 +146,7 @@ class EngineLife(ABC):
             step_timeout_s=resolved.admission.step_timeout_s,
             text_source=self._output if publish_text else None,
             structured_output=structured_output,
+            times=times,
         )
         self._submitter = Submitter(self._core, self._output, publish_text=publish_text)
         self._core.start()
