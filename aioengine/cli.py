@@ -236,8 +236,7 @@ def _serve(args: argparse.Namespace, start_time: float) -> None:
     except ImportError as exc:
         args.parser.error(f"{exc}: the server needs its extra: pip install 'aioengine[server]'")
 
-    from aioengine.commands.serve import ServeCommand, serve
-    from aioengine.server.script import Script, read_script
+    from aioengine.commands.serve import ServeCommand, read_answers, serve
 
     serve(
         ServeCommand(
@@ -251,7 +250,7 @@ def _serve(args: argparse.Namespace, start_time: float) -> None:
             allowed_origins=tuple(args.allowed_origin),
             max_connections=args.max_connections,
             log_requests=args.log_requests,
-            script=(read_script(args.script) if args.script is not None else Script()) if args.fake else None,
+            script=read_answers(args.script) if args.fake else None,
         )
     )
 

@@ -22,7 +22,7 @@ from aioengine.server import ServerSettings, create_app
 from aioengine.server.connection import ConnectionLimits
 from aioengine.server.fake import ScriptedEngine
 from aioengine.server.run import Server, bind
-from aioengine.server.script import Script
+from aioengine.server.script import Script, read_script
 
 KEY_VARIABLE = "AIOENGINE_API_KEY"
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
@@ -70,6 +70,11 @@ def server_settings(command: ServeCommand) -> ServerSettings:
         allowed_origins=command.allowed_origins,
         log_requests=command.log_requests,
     )
+
+
+def read_answers(file: str | None) -> Script:
+    """Of --fake. Raises ConfigError."""
+    return Script() if file is None else read_script(file)
 
 
 def read_api_key(file: str | None) -> str | None:

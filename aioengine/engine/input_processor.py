@@ -22,7 +22,16 @@ from aioengine.values import shorten, whole
 
 T = TypeVar("T")
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """A text that says whether the tokenizer puts BOS and the like around it: a rendered chat has its own."""
+
+    text: str
+    add_special_tokens: bool = True
+
+
+Prompt = str | TextPrompt | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or chat messages ({"role": ..., "content": ...})."""
 
 # Tokenising this many characters takes about a millisecond. Longer text goes to a thread: the loop has steps to schedule.
@@ -111,10 +120,12 @@ class InputProcessor:
     # ------------------------------------------------------------------ prompt -> token ids
     async def _tokenize(self, prompt: Prompt, *, num_kept: int | None) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
-            if not prompt:
+            prompt = TextPrompt(prompt)
+        if isinstance(prompt, TextPrompt):
+            if not prompt.text:
                 raise InvalidRequestError("the prompt is empty")
             tokenizer = self._need_tokenizer("a text prompt")
-            text, token_ids = await _run(len(prompt), _encode_text, tokenizer, prompt)
+            text, token_ids = await _run(len(prompt.text), _encode_text, tokenizer, prompt)
             return text, self._truncate(token_ids, num_kept)
         items = _read_items(prompt, num_kept=None if num_kept is None else self._num_kept(num_kept), most=self._max_model_len - 1)
         if (plain := await plain_token_ids(items)) is not None:
@@ -228,10 +239,10 @@ def encode_bad_words(tokenizer: TextTokenizer, bad_words: Sequence[str]) -> list
     token_ids: dict[tuple[int, ...], None] = {}  # a set that keeps the order
     for word in bad_words:
         first, after_space = (
-            tuple(_encode(tokenizer, prefix + word.lstrip(), add_special_tokens=False)) if word.strip() else () for prefix in ("", " ")
+            tuple(encode(tokenizer, prefix + word.lstrip(), add_special_tokens=False)) if word.strip() else () for prefix in ("", " ")
         )
         if not first:  # nothing but spaces, or nothing that the tokenizer keeps
-            first = after_space = tuple(_encode(tokenizer, word, add_special_tokens=False))
+            first = after_space = tuple(encode(tokenizer, word, add_special_tokens=False))
         if not first:
             raise InvalidRequestError(f"bad_words: {word!r} has no tokens")
         token_ids[first] = None
@@ -264,10 +275,10 @@ async def _run(num_chars: int, encode: Callable[[TextTokenizer, Any], T], tokeni
     return await asyncio.to_thread(encode, tokenizer, text)
 
 
-def _encode_text(tokenizer: TextTokenizer, text: str) -> tuple[str, list[int]]:
-    check_unicode("the prompt", text)
-    plain = str.__str__(text)
-    return plain, _encode(tokenizer, plain, add_special_tokens=True)
+def _encode_text(tokenizer: TextTokenizer, prompt: TextPrompt) -> tuple[str, list[int]]:
+    check_unicode("the prompt", prompt.text)
+    plain = str.__str__(prompt.text)
+    return plain, encode(tokenizer, plain, add_special_tokens=prompt.add_special_tokens)
 
 
 def _encode_chat(tokenizer: TextTokenizer, messages: list[Mapping[str, str]]) -> tuple[str, list[int]]:
@@ -279,10 +290,11 @@ def _encode_chat(tokenizer: TextTokenizer, messages: list[Mapping[str, str]]) ->
         raise InvalidRequestError(f"the chat template refused the messages: {exc}") from exc
     check_unicode("the chat prompt", text)
     # The template writes its own special tokens: adding them again would give two beginnings of text.
-    return text, _encode(tokenizer, text, add_special_tokens=False)
+    return text, encode(tokenizer, text, add_special_tokens=False)
 
 
-def _encode(tokenizer: TextTokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+def encode(tokenizer: TextTokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    """Token ids, in whatever thread, without holding the others up. Raises InvalidRequestError."""
     backend = getattr(tokenizer, "backend", None)
     try:
         if backend is None or len(text) <= _MAX_INLINE_CHARS:

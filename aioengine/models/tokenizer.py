@@ -54,9 +54,17 @@ class Tokenizer:
         """The text of `token_ids`; bytes that are no whole character come out as U+FFFD."""
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """Messages with "role" and "content" -> the prompt's text. Encode it with add_special_tokens=False.
 
+        tools: JSON schemas of functions. variables: what else the template is to see, such as enable_thinking.
         Raises InvalidRequestError if there is no template or if it refuses the messages.
         """
         if self._chat_template is None:
@@ -66,7 +74,13 @@ class Tokenizer:
             if self._compiled is None:
                 self._compiled = _environment().from_string(self._chat_template)
             return self._compiled.render(
-                messages=[dict(message) for message in messages], add_generation_prompt=add_generation_prompt, **self.special_tokens
+                **{
+                    **self.special_tokens,
+                    **(variables or {}),
+                    "messages": [dict(message) for message in messages],
+                    "tools": tools,
+                    "add_generation_prompt": add_generation_prompt,
+                }
             )
         except Exception as error:  # the template is other people's code: it may divide by zero, or call itself for ever
             raise InvalidRequestError(f"the chat template refuses these messages: {error}") from error

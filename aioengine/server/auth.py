@@ -6,7 +6,7 @@ from hmac import compare_digest
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from aioengine.server.errors import Problem, error_response
+from aioengine.server.errors import Problem, error_at
 from aioengine.server.settings import ServerSettings
 
 OPEN_PATHS = frozenset({"/health", "/ping"})
@@ -40,7 +40,7 @@ class Gate:
                 return
         problem = problem or self._without_key(scope, headers)
         if problem is not None:
-            await error_response(problem)(scope, receive, send)
+            await error_at(_path_within(scope), problem)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from functools import partial
 from typing import Any
 
+from msgspec import UNSET
 from starlette.responses import Response
 
+from aioengine.engine.input_processor import TextPrompt
 from aioengine.outputs import CompletionOutput, RequestOutput, TokenLogprobs
-from aioengine.sampling_params import RequestOutputKind
-from aioengine.server.chat import UsageSoFar
-from aioengine.server.choices import check_error, finish_reason, finite, token_text, usage
+from aioengine.sampling_params import RequestOutputKind, SamplingParams
+from aioengine.server.answers import Completion, CompletionChoice
+from aioengine.server.choices import (
+    UsageSoFar,
+    check_error,
+    completion_logprobs,
+    finish_reason,
+    prompt_logprobs,
+    stop_reason,
+    usage,
+)
 from aioengine.server.errors import RequestError, json_response
 from aioengine.server.protocol import CompletionRequest
 from aioengine.server.sampling import sampling_params
@@ -21,6 +33,7 @@ from aioengine.server.sse import DONE, EventStream, event
 
 DEFAULT_MAX_TOKENS = 16
 MAX_NUM_PROMPTS = 1024
+MAX_NUM_CHOICES = 1 << 14
 _QUEUE_SIZE = 64
 
 
@@ -32,25 +45,15 @@ class Completions:
 
     async def answer(self, request: CompletionRequest) -> Response:
         """Raises InvalidRequestError, RequestError and what the engine raises, before the status line."""
-        prompts = _prompts(request.prompt)
+        prompts = _prompts(request.prompt, add_special_tokens=request.add_special_tokens is not False)
         if request.suffix:
             raise RequestError(400, "suffix is not supported: these models continue a text, they do not fill a gap", param="suffix")
-        n = request.n or 1
+        n = 1 if request.n is None else request.n
         if request.best_of is not None and request.best_of != n:
             raise RequestError(400, f"best_of must be n ({n}) or absent, got {request.best_of}", param="best_of")
-        stream = bool(request.stream)
-        if stream and request.echo:
-            raise RequestError(400, "echo is not supported with stream", param="echo")
-        # Nothing to generate is how harnesses ask for the prompt's log-probabilities alone: one token is, and is left out.
-        only_prompt = request.max_tokens == 0
-        max_tokens = 1 if only_prompt else request.max_tokens
-        params = sampling_params(
-            request,
-            max_tokens=DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens,
-            logprobs=request.logprobs,
-            output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
-            prompt_logprobs=request.logprobs if request.echo else request.prompt_logprobs,
-        )
+        params = _params(request)
+        if len(prompts) * n > MAX_NUM_CHOICES:
+            raise RequestError(400, f"{len(prompts)} prompts with n={n} are more than {MAX_NUM_CHOICES} texts", param="n")
         completion_id = new_id("cmpl")
         started = await self._service.start_all(
             [
@@ -58,92 +61,111 @@ class Completions:
                 for index, prompt in enumerate(prompts)
             ]
         )
-        head = {"id": completion_id, "object": "text_completion", "created": int(time.time()), "model": self._service.model_name}
-        if stream:
-            return EventStream(self._events(started, request, n, head), send_timeout_s=self._service.settings.send_timeout_s)
+        created = int(time.time())
+        if request.stream:
+            events = self._events(
+                started, request, n, partial(Completion, id=completion_id, created=created, model=self._service.model_name)
+            )
+            return EventStream(events, send_timeout_s=self._service.settings.send_timeout_s)
         outputs = await _last_of_all(started)
         choices = [
-            self._choice(output, completion, request, index * n, only_prompt)
+            _Text(self._service, request, output).choice(completion, index * n + completion.index)
             for index, output in enumerate(outputs)
             for completion in output.outputs
         ]
-        return json_response({**head, "choices": choices, "usage": usage(outputs)})
-
-    def _choice(
-        self, output: RequestOutput, completion: CompletionOutput, request: CompletionRequest, first_index: int, only_prompt: bool
-    ) -> dict[str, Any]:
-        tokenizer = self._service.engine.tokenizer
-        prompt = (output.prompt if output.prompt is not None else tokenizer.decode(output.prompt_token_ids)) if request.echo else ""
-        logprobs = None
-        if request.logprobs is not None:
-            token_ids = [] if only_prompt else list(completion.token_ids)
-            positions: list[TokenLogprobs | None] = [] if only_prompt else list(completion.logprobs or [])
-            if request.echo and output.prompt_logprobs is not None:
-                token_ids, positions = [*output.prompt_token_ids, *token_ids], [*output.prompt_logprobs, *positions]
-            logprobs = self._logprobs(token_ids, positions, 0)
-        return {
-            "index": first_index + completion.index,
-            "text": prompt + ("" if only_prompt else completion.text),
-            "finish_reason": finish_reason(completion),
-            "stop_reason": completion.stop_reason,
-            "logprobs": logprobs,
-        }
-
-    def _logprobs(self, token_ids: Sequence[int], positions: Sequence[TokenLogprobs | None], offset: int) -> dict[str, Any]:
-        """OpenAI's four lists; the first token of a text has no log-probability."""
-        tokenizer = self._service.engine.tokenizer
-        texts = [token_text(tokenizer, token_id) for token_id in token_ids]
-        offsets = [offset]
-        for text in texts[:-1]:
-            offsets.append(offsets[-1] + len(text))
-        return {
-            "tokens": texts,
-            "token_logprobs": [None if p is None else finite(p[t].logprob) for t, p in zip(token_ids, positions, strict=True)],
-            "top_logprobs": [
-                None if p is None else {token_text(tokenizer, other): finite(entry.logprob) for other, entry in p.items()}
-                for p in positions
-            ],
-            "text_offset": offsets[: len(texts)],
-        }
+        only_prompt = request.max_tokens == 0
+        return json_response(
+            Completion(
+                id=completion_id,
+                created=created,
+                model=self._service.model_name,
+                choices=choices,
+                usage=usage(outputs, with_output=not only_prompt),
+            )
+        )
 
     async def _events(
-        self, started: Sequence[Started], request: CompletionRequest, n: int, head: dict[str, Any]
+        self, started: Sequence[Started], request: CompletionRequest, n: int, chunk: Callable[..., Completion]
     ) -> AsyncGenerator[bytes, None]:
         options = request.stream_options
         continuous = bool(options and options.continuous_usage_stats)
         counts = UsageSoFar()
         ended: set[int] = set()
-        offsets: dict[int, int] = {}
-        async for index, output in _merged(started):
-            check_error(output)
-            counts.add(output)
-            for completion in output.outputs:
-                number = index * n + completion.index
-                if number in ended or not (completion.text or completion.token_ids or completion.finished):
-                    continue
-                if completion.finished:
-                    ended.add(number)
-                logprobs = None
-                if request.logprobs is not None:
-                    logprobs = self._logprobs(completion.token_ids, completion.logprobs or [], offsets.get(number, 0))
-                    offsets[number] = offsets.get(number, 0) + sum(map(len, logprobs["tokens"]))
-                choice = {
-                    "index": number,
-                    "text": completion.text,
-                    "finish_reason": finish_reason(completion),
-                    "stop_reason": completion.stop_reason,
-                    "logprobs": logprobs,
-                }
-                yield event({**head, "choices": [choice], **counts.field(continuous)})
+        texts: dict[int, _Text] = {}
+        async with aclosing(_merged(started)) as merged:
+            async for index, output in merged:
+                check_error(output)
+                counts.add(output)
+                if request.max_tokens == 0:
+                    counts.num_output = 0
+                for completion in output.outputs:
+                    number = index * n + completion.index
+                    if number in ended or not (completion.text or completion.token_ids or completion.finished):
+                        continue
+                    if completion.finished:
+                        ended.add(number)
+                    text = texts.setdefault(number, _Text(self._service, request, output))
+                    choice = text.choice(completion, number)
+                    yield event(chunk(choices=[choice], usage=counts.usage() if continuous else UNSET))
         if options and options.include_usage:
-            yield event({**head, "choices": [], "usage": counts.usage()})
+            yield event(chunk(choices=[], usage=counts.usage()))
         yield DONE
 
 
-def _prompts(prompt: Any) -> list[str | list[int]]:
-    """One prompt or several: text, token ids, a list of texts, a list of lists of token ids."""
+class _Text:
+    """What one choice says, in one part or in several: the prompt, where it is asked for, comes with the first."""
+
+    def __init__(self, service: Service, request: CompletionRequest, output: RequestOutput) -> None:
+        self._service = service
+        self._request = request
+        self._output: RequestOutput | None = output  # until the first part is made
+        self._offset = 0
+
+    def choice(self, completion: CompletionOutput, number: int) -> CompletionChoice:
+        request, first = self._request, self._output
+        self._output = None
+        # Nothing to generate is how harnesses ask for the prompt's log-probabilities alone: one token is, and is left out.
+        only_prompt = request.max_tokens == 0
+        text = "" if only_prompt else completion.text
+        token_ids = [] if only_prompt else completion.token_ids
+        positions: Sequence[TokenLogprobs | None] = [] if only_prompt else completion.logprobs or []
+        if first is not None and request.echo:
+            text = self._prompt_text(first) + text
+            if first.prompt_logprobs is not None:
+                token_ids, positions = [*first.prompt_token_ids, *token_ids], [*first.prompt_logprobs, *positions]
+        choice = CompletionChoice(index=number, text=text, finish_reason=finish_reason(completion), stop_reason=stop_reason(completion))
+        if only_prompt and completion.finished:
+            choice.finish_reason, choice.stop_reason = "length", None
+        if request.logprobs is not None:
+            first_token = ""
+            if token_ids and positions and positions[0] is None:
+                first_token = self._service.tokenizer.decode(token_ids[:1], skip_special_tokens=False)
+            choice.logprobs = completion_logprobs(token_ids, positions, first_token=first_token, offset=self._offset)
+            self._offset += sum(map(len, choice.logprobs.tokens))
+        if first is not None and request.prompt_logprobs is not None:
+            choice.prompt_logprobs = prompt_logprobs(first)
+        return choice
+
+    def _prompt_text(self, output: RequestOutput) -> str:
+        return output.prompt if output.prompt is not None else self._service.tokenizer.decode(output.prompt_token_ids)
+
+
+def _params(request: CompletionRequest) -> SamplingParams:
+    # With `echo` the prompt's tokens have log-probabilities too.
+    with_prompt = request.logprobs if request.echo and request.prompt_logprobs is None else request.prompt_logprobs
+    return sampling_params(
+        request,
+        max_tokens=DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens or 1,
+        logprobs=request.logprobs,
+        output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
+        prompt_logprobs=with_prompt,
+    )
+
+
+def _prompts(prompt: Any, *, add_special_tokens: bool) -> list[TextPrompt | list[int]]:
+    """One prompt or several: text, token ids, a list of texts, a list of lists of token ids. Raises RequestError."""
     if isinstance(prompt, str):
-        return [prompt]
+        return [TextPrompt(prompt, add_special_tokens)]
     if not isinstance(prompt, list) or not prompt:
         raise RequestError(400, "prompt must be text, token ids, or a list of either", param="prompt")
     if all(type(item) is int for item in prompt):
@@ -154,7 +176,7 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
         is_ids = isinstance(item, list) and item and all(type(token_id) is int for token_id in item)
         if not isinstance(item, str) and not is_ids:
             raise RequestError(400, f"prompt[{index}] must be text or token ids", param="prompt")
-    return list(prompt)
+    return [TextPrompt(item, add_special_tokens) if isinstance(item, str) else item for item in prompt]
 
 
 async def _last_of_all(started: Sequence[Started]) -> list[RequestOutput]:

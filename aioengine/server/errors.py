@@ -62,8 +62,39 @@ def error_object(problem: Problem) -> dict[str, Any]:
 
 
 def error_response(problem: Problem) -> Response:
-    headers = {"retry-after": str(RETRY_AFTER_S)} if problem.status in (429, 503) else None
-    return json_response(error_object(problem), problem.status, headers=headers)
+    return json_response(error_object(problem), problem.status, headers=_headers(problem))
+
+
+# ------------------------------------------------------------------ Anthropic's form, of /v1/messages
+_ANTHROPIC_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+}
+
+
+def anthropic_error_object(problem: Problem) -> dict[str, Any]:
+    kind = _ANTHROPIC_KINDS.get(problem.status, "invalid_request_error" if problem.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": problem.message}, "request_id": None}
+
+
+def anthropic_error(problem: Problem) -> Response:
+    return json_response(anthropic_error_object(problem), problem.status, headers=_headers(problem))
+
+
+def error_at(path: str, problem: Problem) -> Response:
+    """In the form of the API that the path belongs to."""
+    is_anthropic = path == "/v1/messages" or path.startswith("/v1/messages/")
+    return anthropic_error(problem) if is_anthropic else error_response(problem)
+
+
+# ------------------------------------------------------------------
+def _headers(problem: Problem) -> dict[str, str] | None:
+    return {"retry-after": str(RETRY_AFTER_S)} if problem.status in (429, 503) else None
 
 
 def json_response(value: Any, status: int = 200, *, headers: dict[str, str] | None = None) -> Response:

@@ -9,6 +9,7 @@ For the tests of programs that talk to a server. Nothing here imports torch.
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
@@ -17,7 +18,7 @@ from typing import Any
 from aioengine.config import EngineConfig
 from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.engine.async_engine import AsyncEngine
-from aioengine.engine.input_processor import Prompt
+from aioengine.engine.input_processor import Prompt, TextPrompt
 from aioengine.outputs import RequestOutput
 from aioengine.sampling_params import SamplingParams
 from aioengine.server.errors import RequestError
@@ -38,11 +39,24 @@ _PREFERRED = (EOS_TOKEN_ID, *b'}],:"0ntf{[')
 
 
 class ScriptedTokenizer(FakeTokenizer):
-    """Takes every role, and tools, which it does not show to anybody."""
+    """Takes every role, and writes tools and calls as Hermes and Qwen do."""
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **options: Any) -> str:
-        text = "<bos>" + "".join(f"<|{message['role']}|>{message.get('content') or ''}<eos>" for message in messages)
-        return text + ("<|assistant|>" if add_generation_prompt else "")
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Every role is taken, variables are not looked at."""
+        parts = ["<bos>"]
+        if tools:
+            parts.append(f"<|system|><tools>{json.dumps(list(tools))}</tools><eos>")
+        for message in messages:
+            calls = "".join(f"<tool_call>{json.dumps(call['function'])}</tool_call>" for call in message.get("tool_calls") or ())
+            parts.append(f"<|{message['role']}|>{message.get('content') or ''}{calls}<eos>")
+        return "".join(parts) + ("<|assistant|>" if add_generation_prompt else "")
 
 
 class ScriptedExecutor(FakeExecutor):
@@ -151,6 +165,8 @@ class ScriptedEngine(AsyncEngine):
     def _last_message(self, prompt: Prompt) -> tuple[str | None, str]:
         """Who wrote it, None where the prompt is no chat, and what."""
         tokenizer = self.tokenizer
+        if isinstance(prompt, TextPrompt):
+            prompt = prompt.text
         if not isinstance(prompt, str):
             items: list[Any] = list(prompt)
             is_chat = bool(items) and isinstance(items[0], Mapping)

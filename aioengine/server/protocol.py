@@ -37,11 +37,28 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
     disable_any_whitespace: bool | None = None
 
 
-class GenerationRequest(msgspec.Struct, kw_only=True):
-    """What completions and chats share: OpenAI's fields, and every field of `SamplingParams` under vLLM's name."""
+class RepetitionDetection(msgspec.Struct, kw_only=True):
+    """The fields of `RepetitionDetectionParams`."""
+
+    max_pattern_size: int | None = None
+    min_pattern_size: int | None = None
+    min_count: int | None = None
+
+
+class EngineRequest(msgspec.Struct, kw_only=True):
+    """What every request for a text may say: which model, and the engine's own way with requests."""
 
     model: str | None = None
     stream: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    timeout: float | None = None
+    request_id: str | None = None
+
+
+class GenerationRequest(EngineRequest, kw_only=True):
+    """What completions and chats share: OpenAI's fields, and the fields of `SamplingParams` under vLLM's names."""
+
     stream_options: StreamOptions | None = None
     n: int | None = None
     max_tokens: int | None = None
@@ -67,11 +84,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     truncate_prompt_tokens: int | None = None
     structured_outputs: StructuredOutputs | None = None
     response_format: ResponseFormat | None = None
+    repetition_detection: RepetitionDetection | None = None
     extra_args: dict[str, Any] | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    timeout: float | None = None
-    request_id: str | None = None
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -80,6 +94,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     logprobs: int | None = None
     suffix: str | None = None
     best_of: int | None = None
+    add_special_tokens: bool | None = None
 
 
 class FunctionDefinition(msgspec.Struct, kw_only=True):
@@ -114,8 +129,17 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
+    tools: list[Tool] | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
     tokens: list[int]
+    model: str | None = None
+
+
+class EmbeddingRequest(msgspec.Struct, kw_only=True):
+    """Refused, whatever it says."""
+
     model: str | None = None

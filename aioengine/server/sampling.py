@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from aioengine.sampling_params import SamplingParams, StructuredOutputsParams
+import msgspec
+
+from aioengine.sampling_params import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
 from aioengine.server.errors import RequestError
 from aioengine.server.protocol import GenerationRequest, ResponseFormat, StructuredOutputs
 
@@ -30,6 +32,8 @@ def sampling_params(
     structured_outputs: in place of what the request says itself. changes: fields of `SamplingParams` that the caller decides.
     """
     given = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
+    if request.repetition_detection is not None:
+        given["repetition_detection"] = RepetitionDetectionParams(**_given(request.repetition_detection))
     if request.logit_bias is not None:
         given["logit_bias"] = {_token_id(token_id): bias for token_id, bias in request.logit_bias.items()}
     return SamplingParams(
@@ -50,17 +54,23 @@ def _token_id(text: str) -> int:
 
 
 def _structured_outputs(form: ResponseFormat | None, extra: StructuredOutputs | None) -> StructuredOutputsParams | None:
-    if form is not None and form.type != "text":
-        if extra is not None:
-            raise RequestError(
-                400, "response_format and structured_outputs both say what to match: give one of them", param="response_format"
-            )
-        if form.type == "json_object":
-            return StructuredOutputsParams(json_object=True)
-        if form.json_schema is None or form.json_schema.schema is None:
-            raise RequestError(400, "response_format of type json_schema needs json_schema.schema", param="response_format")
-        return StructuredOutputsParams(json=form.json_schema.schema)
-    if extra is None:
-        return None
-    given = {name: value for name in extra.__struct_fields__ if (value := getattr(extra, name)) is not None}
-    return StructuredOutputsParams(**given)
+    """Raises RequestError."""
+    if form is None or form.type == "text":
+        return None if extra is None else StructuredOutputsParams(**_given(extra))
+    if extra is not None:
+        raise RequestError(400, "response_format and structured_outputs both say what to match: give one of them", param="response_format")
+    schema = None if form.json_schema is None else form.json_schema.schema
+    return json_format(form.type, schema, where="response_format")
+
+
+def json_format(kind: str, schema: dict[str, Any] | None, *, where: str) -> StructuredOutputsParams:
+    """Of a format that a request asks for: "json_object" or "json_schema". Raises RequestError."""
+    if kind == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    if schema is None:
+        raise RequestError(400, f"{where} of type json_schema needs a schema", param=where)
+    return StructuredOutputsParams(json=schema)
+
+
+def _given(fields: msgspec.Struct) -> dict[str, Any]:
+    return {name: value for name in fields.__struct_fields__ if (value := getattr(fields, name)) is not None}

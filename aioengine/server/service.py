@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from aioengine.engine.async_engine import AsyncEngine
+from aioengine.engine.detokenizer import TextTokenizer
 from aioengine.engine.input_processor import Prompt
 from aioengine.errors import AioEngineError, EngineDeadError
 from aioengine.outputs import RequestOutput
@@ -22,7 +23,8 @@ from aioengine.sampling_params import SamplingParams
 from aioengine.server.errors import Problem, RequestError, error_response, problem_of
 from aioengine.server.limits import BodyBudget, check_num_items, check_num_values, read_body
 from aioengine.server.metrics import EngineMetrics
-from aioengine.server.protocol import GenerationRequest
+from aioengine.server.prompts import ChatPrompts
+from aioengine.server.protocol import EngineRequest
 from aioengine.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
@@ -30,6 +32,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 
+_MAX_INLINE_CHARS = 4096  # tokenising that many takes about a millisecond
 _CLIENT_LEFT = 499  # as nginx says it; nobody is there to read it
 
 
@@ -70,6 +73,24 @@ class Service:
         self.bodies = BodyBudget(settings.max_total_body_bytes)
         self.num_open = 0  # requests that are being answered, for /load
         self._metrics: EngineMetrics | None = None
+        self._prompts: ChatPrompts | None = None
+
+    @property
+    def prompts(self) -> ChatPrompts:
+        """Of the engine's tokenizer. Raises RequestError if it has none, AioEngineError before it is started."""
+        if self._prompts is None:
+            name = self.engine.model_info.name
+            self._prompts = ChatPrompts(self.tokenizer, model_name=name, tool_format=self.settings.tool_format)
+        return self._prompts
+
+    @property
+    def tokenizer(self) -> TextTokenizer:
+        """Raises RequestError if the engine works on token ids only, AioEngineError before it is started."""
+        name = self.engine.model_info.name
+        try:
+            return self.engine.tokenizer
+        except AioEngineError:
+            raise RequestError(400, f"{name} is served without a tokenizer: send token ids to /v1/completions") from None
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -111,7 +132,7 @@ class Service:
         return value
 
     # ------------------------------------------------------------------ generation
-    async def start(self, prompt: Prompt, params: SamplingParams, request: GenerationRequest, *, request_id: str | None = None) -> Started:
+    async def start(self, prompt: Prompt, params: SamplingParams, request: EngineRequest, *, request_id: str | None = None) -> Started:
         """Submit, and wait for the first output: only now it is known that the request is not refused."""
         if self.settings.log_requests:
             logger.info("prompt %r, %r", prompt, params)
@@ -146,7 +167,7 @@ class Service:
     def endpoint(
         self, kind: type[T], answer: Callable[[T], Coroutine[Any, Any, Response]], respond: Callable[[Problem], Response] = error_response
     ) -> Handler:
-        """Reads the body as a `kind` and answers it; errors become responses by `respond`.
+        """Reads the body as a `kind` and answers it; errors become responses by `respond` (OpenAI's form, or `anthropic_error`).
 
         A client that leaves before there is a response cancels the answer, which aborts what it had started.
         """
@@ -171,6 +192,11 @@ class Service:
                 self.num_open -= 1
 
         return handle
+
+
+async def off_loop(num_chars: int, work: Callable[[], T]) -> T:
+    """Do what takes time with a text of that length: beside the event loop, which has steps to schedule, if it is a long one."""
+    return work() if num_chars <= _MAX_INLINE_CHARS else await asyncio.to_thread(work)
 
 
 def new_id(prefix: str) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import zlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from aioengine.sampling_params import SamplingParams
 
@@ -48,13 +50,27 @@ class FakeTokenizer:
         """What each token id stands for in a text, for structured outputs."""
         return [bytes([token_id]) if token_id < 256 else SPECIAL_TOKENS[token_id].encode() for token_id in range(VOCAB_SIZE)]
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
-        """ "<bos><|user|>Hi<eos><|assistant|>"; raises ValueError for an unknown role, as real templates do."""
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """ "<bos><|user|>Hi<eos><|assistant|>"; raises ValueError for an unknown role, as real templates do.
+
+        Tools and calls are written as Hermes and Qwen do.
+        """
         text = "<bos>"
+        if tools:
+            text += f"<|system|><tools>{json.dumps(list(tools))}</tools><eos>"
         for message in messages:
-            if message["role"] not in ("system", "user", "assistant"):
+            if message["role"] not in ("system", "user", "assistant", "tool"):
                 raise ValueError(f"unknown role {message['role']!r}")
-            text += f"<|{message['role']}|>{message['content']}<eos>"
+            role = "user" if message["role"] == "tool" else message["role"]
+            calls = "".join(f"<tool_call>{json.dumps(call['function'])}</tool_call>" for call in message.get("tool_calls") or ())
+            text += f"<|{role}|>{message['content']}{calls}<eos>"
         return text + ("<|assistant|>" if add_generation_prompt else "")
 
 

@@ -41,7 +41,8 @@ class Served:
     async def hang_up(self, connections: Sequence[Connection]) -> None:
         """Close them from the client's side."""
         for connection in connections:
-            connection.writer.transport.abort()
+            with contextlib.suppress(AttributeError):  # asyncio's, of one that is closed already
+                connection.writer.transport.abort()
         for connection in connections:
             with contextlib.suppress(OSError):
                 await connection.writer.wait_closed()
