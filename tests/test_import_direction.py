@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "structured_output": BASE,
     "engine": MODEL_SIDE | {"models", "worker", "executor", "executor.base", "structured_output", "events", "package"},
     "testing": MODEL_SIDE | {"models", "worker", "executor", "executor.base", "events", "engine"},
-    "server": BASE | {"core", "events", "engine", "testing", "package"},
+    "server": BASE | {"core", "events", "kernels", "models", "engine", "testing", "package"},
     "package": BASE | {"core", "events", "engine"},  # aioengine/__init__.py: lazy, so the names are only for type checkers
     "commands": BASE | {"core", "events", "kernels", "models", "engine", "package", "server", "bench", "tui"},
     "cli": BASE | {"commands", "package"},

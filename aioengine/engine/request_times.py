@@ -90,11 +90,11 @@ class RequestTimes:
             for new in output.scheduled_new_reqs:
                 if (times := self._live.get(new.req_id)) is not None:
                     times.waits, times.scheduled_time = self._own_waits(times, now), now
-            for request_id in output.preempted_req_ids:
+            for request_id in sorted(output.preempted_req_ids):
                 if (times := self._live.get(request_id)) is not None:
                     times.preempted_since = now
                     times.num_preemptions += 1
-            for request_id in output.scheduled_cached_reqs.resumed_req_ids:
+            for request_id in sorted(output.scheduled_cached_reqs.resumed_req_ids):
                 if (times := self._live.get(request_id)) is not None:
                     _resume(times, now)
         self._waits.turn(stop, now)

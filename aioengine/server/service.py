@@ -6,8 +6,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,6 +26,7 @@ from aioengine.server.metrics import EngineMetrics
 from aioengine.server.prompts import ChatPrompts
 from aioengine.server.protocol import EngineRequest
 from aioengine.server.settings import ServerSettings
+from aioengine.server.timing import Determinism, timing_headers
 
 logger = logging.getLogger(__name__)
 
@@ -33,15 +34,18 @@ T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 
 _MAX_INLINE_CHARS = 4096  # tokenising that many takes about a millisecond
+_started_here: ContextVar[list[Started]] = ContextVar("aioengine_started")  # what the answer at hand is made of
 _CLIENT_LEFT = 499  # as nginx says it; nobody is there to read it
 
 
-@dataclass(frozen=True, slots=True)
 class Started:
-    """A generation whose first output is there: it was not refused."""
+    """A generation whose first output is there: it was not refused. latest: the last one that was taken."""
 
-    first: RequestOutput
-    stream: AsyncIterator[RequestOutput]
+    __slots__ = ("first", "latest", "stream")
+
+    def __init__(self, first: RequestOutput, stream: AsyncGenerator[RequestOutput, None]) -> None:
+        self.first = self.latest = first
+        self.stream = stream
 
     async def outputs(self) -> AsyncIterator[RequestOutput]:
         """The first output and those after it. Leaving early aborts the request."""
@@ -49,18 +53,18 @@ class Started:
             yield self.first
             if not self.first.finished:
                 async for output in self.stream:
+                    self.latest = output
                     yield output
         finally:
             await self.close()
 
     async def last(self) -> RequestOutput:
-        latest = self.first
-        async for output in self.outputs():
-            latest = output
-        return latest
+        async for _ in self.outputs():
+            pass
+        return self.latest
 
     async def close(self) -> None:
-        await self.stream.aclose()  # type: ignore[attr-defined]
+        await self.stream.aclose()
 
 
 class Service:
@@ -72,6 +76,7 @@ class Service:
         self.start_time = int(time.time())
         self.bodies = BodyBudget(settings.max_total_body_bytes)
         self.num_open = 0  # requests that are being answered, for /load
+        self._determinism = Determinism(engine)
         self._metrics: EngineMetrics | None = None
         self._prompts: ChatPrompts | None = None
 
@@ -145,10 +150,12 @@ class Service:
             timeout=request.timeout,
         )
         try:
-            return Started(await anext(stream), stream)
+            started = Started(await anext(stream), stream)
         except BaseException:
             await stream.aclose()
             raise
+        _started_here.get().append(started)
+        return started
 
     async def start_all(self, starts: list[Coroutine[Any, Any, Started]]) -> list[Started]:
         """All of them, or none: where one is refused the others are aborted."""
@@ -176,10 +183,16 @@ class Service:
             if (problem := self.draining()) is not None:
                 return respond(problem)
             self.num_open += 1
+            started: list[Started] = []
+            _started_here.set(started)
             try:
                 self.started_metrics()
+                self._determinism.start()
                 body = await self.read(request, kind)
-                return await _unless_client_leaves(request, answer(body))
+                response = await _unless_client_leaves(request, answer(body))
+                if started:
+                    response.headers.update({**timing_headers([one.latest for one in started]), **self._determinism.headers()})
+                return response
             except ClientDisconnect:
                 return Response(status_code=_CLIENT_LEFT)
             except (AioEngineError, RequestError) as exc:

@@ -89,14 +89,20 @@ class Determinism:
         worker, info = self._engine.resolved_config.worker, self._engine.model_info
         if worker.device != "cpu" or worker.weights == "dense" or not info.path:
             return
-        digest = await asyncio.to_thread(digest_of, Path(info.path))
+        digest = await asyncio.to_thread(_digest_of_model, self._engine.config.model)
         isa = await asyncio.to_thread(_isa)
         self._header = f"weights={worker.weights}; isa={isa}; model=sha256:{digest}"
 
 
-def digest_of(folder: Path) -> str:
-    """Of the weights and the configuration in a model's folder, by name and contents."""
-    files = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".gguf", ".bin", ".json") and path.is_file())
+def _digest_of_model(name: str) -> str:
+    from aioengine.models.hub import resolve_model
+
+    return digest_of(resolve_model(name).weights)
+
+
+def digest_of(weights: Sequence[Path]) -> str:
+    """Of files, by name and contents."""
+    files = sorted(weights, key=lambda path: path.name)
     if sum(path.stat().st_size for path in files) > _MAX_HASHED_BYTES:
         return "too-large"
     digest = hashlib.sha256()
