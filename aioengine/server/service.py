@@ -76,7 +76,7 @@ class Service:
         self.start_time = int(time.time())
         self.bodies = BodyBudget(settings.max_total_body_bytes)
         self.num_open = 0  # requests that are being answered, for /load
-        self._determinism = Determinism(engine)
+        self.determinism = Determinism(engine)
         self._metrics: EngineMetrics | None = None
         self._prompts: ChatPrompts | None = None
 
@@ -187,11 +187,11 @@ class Service:
             _started_here.set(started)
             try:
                 self.started_metrics()
-                self._determinism.start()
+                self.determinism.start()
                 body = await self.read(request, kind)
                 response = await _unless_client_leaves(request, answer(body))
                 if started:
-                    response.headers.update({**timing_headers([one.latest for one in started]), **self._determinism.headers()})
+                    response.headers.update({**timing_headers([one.latest for one in started]), **self.determinism.headers()})
                 return response
             except ClientDisconnect:
                 return Response(status_code=_CLIENT_LEFT)
