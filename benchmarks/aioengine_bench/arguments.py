@@ -14,12 +14,14 @@ from aioengine_bench.flags import (
     add_dataset_options,
     add_load_options,
     add_metric_options,
+    add_remote_options,
     add_sampling_options,
     add_save_options,
     arrival_process,
     dataset_spec,
     numbers,
     refuse_unused,
+    remote_spec,
     sampling_spec,
     save_options,
 )
@@ -146,8 +148,10 @@ def _add_serve(commands: Any, host: Host) -> None:
   aioengine bench serve --dataset-name text --request-rate 2 --num-prompts 100
   aioengine bench serve --max-concurrency 8 --num-prompts 64 --input-len 128 --goodput ttft:500 tpot:80
   aioengine bench serve --dataset-name burst --burst-size 8 --burst-interval 5 --save-result --save-detailed
+  aioengine bench serve --base-url http://127.0.0.1:8000 --workload mixed      a server, with the tokenizer of --model
 """,
     )
+    add_remote_options(parser)
     parser.add_argument("--num-warmups", type=int, metavar="N", default=1, help="requests before the load, not counted (default: 1)")
     parser.add_argument("--request-id-prefix", metavar="TEXT", default="bench-", help="of the request ids (default: bench-)")
     add_load_options(parser)
@@ -178,6 +182,7 @@ def serve_settings(args: argparse.Namespace, host: Host) -> Any:
         save=save_options(args),
         max_concurrency=args.max_concurrency,
         num_warmups=args.num_warmups,
+        remote=remote_spec(args),
         metrics=parse_list(args.percentile_metrics, allowed=METRICS),
         percentiles=parse_percentiles(args.metric_percentiles),
         slo_ms=parse_goodput(args.goodput),

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from aioengine_bench.arrivals import ArrivalProcess
     from aioengine_bench.client import SamplingSpec
     from aioengine_bench.datasets import DatasetName, DatasetSpec
+    from aioengine_bench.http_client import RemoteSpec
     from aioengine_bench.results import SaveOptions
 
 _DATASETS = ("random", "sharegpt", "text", "prefix_repetition", "burst", "timed_trace", "custom")
@@ -218,3 +219,43 @@ def numbers(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
             raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 1,2,4") from exc
 
     return parse
+
+
+def add_remote_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("server options")
+    add = group.add_argument
+    add("--base-url", metavar="URL", help="measure a server behind OpenAI's API, not an engine in this process; its key: OPENAI_API_KEY")
+    add("--backend", choices=("openai", "openai-chat"), help="completions or chat (default: openai)")
+    add("--endpoint", metavar="PATH", help="path of the requests (default: the backend's, such as /v1/completions)")
+    add("--served-model-name", metavar="NAME", help="the model's name there (default: the first that it lists)")
+    add("--send-text", action="store_true", default=None, help="send completions' prompts as text (default: as token ids)")
+
+
+_REMOTE_OPTIONS = ("backend", "endpoint", "served_model_name", "send_text")
+_KEPT_ENGINE_OPTIONS = ("engine_tokenizer",)
+
+
+def remote_spec(args: argparse.Namespace) -> RemoteSpec | None:
+    """The server to measure; None: none. Raises ConfigError for options that would do nothing."""
+    from aioengine.errors import ConfigError
+    from aioengine_bench.http_client import RemoteSpec
+
+    if not hasattr(args, "base_url"):  # a sweep has no server
+        return None
+    if args.base_url is None:
+        refuse_unused(args, _REMOTE_OPTIONS, "needs --base-url")
+        return None
+    for name in vars(args):
+        if name.startswith("engine_") and name not in _KEPT_ENGINE_OPTIONS:
+            flag = name.removeprefix("engine_").replace("_", "-")
+            raise ConfigError(f"--{flag} is a setting of an engine in this process: it has no effect on the server at --base-url")
+    refuse_unused(args, ("record", "events"), "shows an engine in this process: it has no effect with --base-url")
+    if args.send_text and args.backend == "openai-chat":
+        raise ConfigError("--send-text has no effect on --backend openai-chat, which always sends text")
+    return RemoteSpec(
+        base_url=args.base_url,
+        backend=args.backend or "openai",
+        endpoint=args.endpoint or "",
+        model=args.served_model_name or "",
+        send_text=bool(args.send_text),
+    )
