@@ -13,7 +13,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
 
 from aioengine.core.scheduler_output import SchedulerStats
@@ -193,10 +193,11 @@ class EngineMetrics(Collector):
                     fold.fold(self._engine.snapshot())
                 fold.fold(event)
 
-    def render(self, accept: str) -> tuple[bytes, str]:
-        """The page and its content type, in the form that was asked for."""
-        encode, content_type = choose_encoder(accept)
-        return encode(self._registry), content_type
+    def render(self) -> tuple[bytes, str]:
+        """The page and its content type. Always in Prometheus' own form, whatever a scraper likes better: in OpenMetrics' form the
+        library writes the colons of vLLM's names as underscores, and no panel of the board finds them.
+        """
+        return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
 
     # ------------------------------------------------------------------ prometheus_client asks here
     def collect(self) -> Iterator[Metric]:

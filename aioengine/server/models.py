@@ -61,7 +61,7 @@ class Models:
 
     async def metrics(self, request: Request) -> Response:
         """What Prometheus scrapes."""
-        content, media_type = self._service.started_metrics().render(request.headers.get("accept", ""))
+        content, media_type = self._service.started_metrics().render()
         return Response(content, headers={"content-type": media_type})
 
     async def embeddings(self, body: EmbeddingRequest) -> Response:

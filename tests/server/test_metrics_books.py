@@ -112,7 +112,7 @@ async def test_counts_and_sums_are_those_of_the_requests_and_of_the_events() -> 
         metrics.start()
         outputs = await load(engine)
         await asyncio.sleep(0.05)
-        found = series(metrics.render("")[0].decode())
+        found = series(metrics.render()[0].decode())
         stats = engine.stats()
     ran = [output for output in outputs if output.metrics.first_token_time is not None]
 
@@ -163,10 +163,13 @@ async def test_events_that_were_missed_are_counted_and_nobody_stays_for_ever() -
         fold.fold(event)  # of requests that it does not know
 
 
-async def test_a_scrape_takes_both_forms_and_a_key() -> None:
+async def test_the_names_are_the_same_whatever_form_a_scraper_asks_for() -> None:
+    """A real Prometheus asks for OpenMetrics, in which the library would write vllm_num_requests_running."""
+    real = "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,text/plain;version=0.0.4;q=0.5"
+    newer = "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8,text/plain;version=1.0.0;escaping=underscores;q=0.5"
     async with serving() as served:
-        plain = await served.get("/metrics")
-        assert plain.headers["content-type"].startswith("text/plain; version=")
-        opened = await served.get("/metrics", {"accept": "application/openmetrics-text; version=1.0.0"})
-        assert opened.headers["content-type"].startswith("application/openmetrics-text")
-        assert opened.body.endswith(b"# EOF\n")
+        for accept in ("", "*/*", "text/plain", real, newer):
+            answer = await served.get("/metrics", {"accept": accept})
+            assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+            assert b"\nvllm:num_requests_running{" in answer.body
+            assert b"vllm_" not in answer.body
