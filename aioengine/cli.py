@@ -219,6 +219,7 @@ examples:
     add("--served-model-name", action="append", metavar="NAME", default=[], help="name of the model in requests; may be repeated")
     add("--allowed-origin", action="append", metavar="ORIGIN", default=[], help="web pages that may call; may be repeated (default: none)")
     add("--max-connections", type=int, metavar="N", default=1024, help="connections at once (default: 1024)")
+    add("--otlp-traces-endpoint", metavar="URL", help="send a span for each request to this OTLP collector (needs aioengine[otel])")
     add("--log-requests", action="store_true", help="log prompts and parameters (default: nothing of a prompt is logged)")
     options.add_run_options(parser)
     options.add_engine_options(parser)
@@ -250,6 +251,7 @@ def _serve(args: argparse.Namespace, start_time: float) -> None:
             allowed_origins=tuple(args.allowed_origin),
             max_connections=args.max_connections,
             log_requests=args.log_requests,
+            otlp_traces_endpoint=args.otlp_traces_endpoint,
             script=read_answers(args.script) if args.fake else None,
         )
     )

@@ -85,8 +85,7 @@ class RequestMetrics:
     Why it was slow, of the first continuation: scheduled_time, when it was given its first tokens. waits: the seconds in the
     queue by reason, which add up to `queue_seconds`: "prepare" (text was tokenised, a grammar compiled), "step" (for the steps
     under way), "budget", "seqs" and "blocks" (the step had no tokens, the engine no places or KV blocks left), "preempted" and
-    "in_flight" (others had to give way or were about to come back). preempted_seconds: how long it stood preempted, num_preemptions
-    times.
+    "in_flight" (others had to give way or were about to come back). preemptions: from when to when it stood preempted.
     """
 
     queued_time: float
@@ -96,8 +95,15 @@ class RequestMetrics:
     num_accepted_tokens: int = 0
     scheduled_time: float | None = None
     waits: dict[str, float] = field(default_factory=dict, hash=False)
-    preempted_seconds: float = 0.0
-    num_preemptions: int = 0
+    preemptions: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def num_preemptions(self) -> int:
+        return len(self.preemptions)
+
+    @property
+    def preempted_seconds(self) -> float:
+        return sum(end - start for start, end in self.preemptions)
 
     @property
     def queue_seconds(self) -> float | None:

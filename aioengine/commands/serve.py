@@ -23,6 +23,7 @@ from aioengine.server.connection import ConnectionLimits
 from aioengine.server.fake import ScriptedEngine
 from aioengine.server.run import Server, bind
 from aioengine.server.script import Script, read_script
+from aioengine.server.tracing import OtelTracer
 
 KEY_VARIABLE = "AIOENGINE_API_KEY"
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
@@ -45,6 +46,7 @@ class ServeCommand:
     max_connections: int
     log_requests: bool
     script: Script | None = None
+    otlp_traces_endpoint: str | None = None
 
 
 def serve(command: ServeCommand) -> None:
@@ -100,11 +102,14 @@ def is_loopback(host: str) -> bool:
 
 async def _serve(command: ServeCommand, settings: ServerSettings, limits: ConnectionLimits) -> None:
     drained_is_success()
+    name = (settings.served_model_names or (command.config.model,))[0]
+    endpoint = command.otlp_traces_endpoint
+    tracer = None if endpoint is None else OtelTracer.to_endpoint(endpoint, model_name=name)
     sockets = bind(command.host, command.port)  # before the model is loaded: that takes long
     try:
         make = AsyncEngine if command.script is None else partial(ScriptedEngine, script=command.script)
         async with started_engine(command.config, command.publish, make=make) as engine:
-            app = create_app(engine, settings)
+            app = create_app(engine, settings, tracer=tracer)
             server = Server(app, sockets, limits=limits)
             serving = asyncio.create_task(server.serve())
             try:
@@ -119,6 +124,8 @@ async def _serve(command: ServeCommand, settings: ServerSettings, limits: Connec
     finally:
         for sock in sockets:
             sock.close()
+        if tracer is not None:
+            await asyncio.to_thread(tracer.shutdown)
 
 
 async def _until_listening(server: Server, serving: asyncio.Task[None]) -> None:

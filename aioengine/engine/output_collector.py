@@ -115,8 +115,7 @@ class OutputCollector:
                 self._metrics,
                 scheduled_time=schedule.scheduled_time,
                 waits=schedule.waits,
-                preempted_seconds=schedule.preempted_seconds,
-                num_preemptions=schedule.num_preemptions,
+                preemptions=schedule.preemptions,
             )
 
     def note_guesses(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:

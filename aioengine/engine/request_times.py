@@ -32,8 +32,7 @@ class RequestSchedule:
 
     scheduled_time: float | None
     waits: dict[str, float]
-    preempted_seconds: float = 0.0
-    num_preemptions: int = 0
+    preemptions: tuple[tuple[float, float], ...] = ()  # from when to when it stood preempted
 
 
 class _Waits:
@@ -58,7 +57,7 @@ class _Waits:
 
 
 class _Times:
-    __slots__ = ("added_time", "arrival_time", "num_preemptions", "preempted_seconds", "preempted_since", "scheduled_time", "waits")
+    __slots__ = ("added_time", "arrival_time", "preempted_since", "preemptions", "scheduled_time", "waits")
 
     def __init__(self, arrival_time: float, added_time: float, waits: dict[str, float]) -> None:
         self.arrival_time = arrival_time
@@ -66,8 +65,7 @@ class _Times:
         self.waits = waits  # the reading when it was added; from when it is scheduled, its own
         self.scheduled_time: float | None = None
         self.preempted_since: float | None = None
-        self.preempted_seconds = 0.0
-        self.num_preemptions = 0
+        self.preemptions: tuple[tuple[float, float], ...] = ()
 
 
 class RequestTimes:
@@ -93,7 +91,6 @@ class RequestTimes:
             for request_id in sorted(output.preempted_req_ids):
                 if (times := self._live.get(request_id)) is not None:
                     times.preempted_since = now
-                    times.num_preemptions += 1
             for request_id in sorted(output.scheduled_cached_reqs.resumed_req_ids):
                 if (times := self._live.get(request_id)) is not None:
                     _resume(times, now)
@@ -117,7 +114,7 @@ class RequestTimes:
 
     def _schedule(self, times: _Times, now: float) -> RequestSchedule:
         waits = times.waits if times.scheduled_time is not None else self._own_waits(times, now)
-        return RequestSchedule(times.scheduled_time, waits, times.preempted_seconds, times.num_preemptions)
+        return RequestSchedule(times.scheduled_time, waits, times.preemptions)
 
     def _own_waits(self, times: _Times, now: float) -> dict[str, float]:
         before = times.waits
@@ -128,5 +125,5 @@ class RequestTimes:
 
 def _resume(times: _Times, now: float) -> None:
     if times.preempted_since is not None:
-        times.preempted_seconds += now - times.preempted_since
+        times.preemptions = (*times.preemptions, (times.preempted_since, now))
         times.preempted_since = None

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from aioengine.server.prompts import ChatPrompts
 from aioengine.server.protocol import EngineRequest
 from aioengine.server.settings import ServerSettings
 from aioengine.server.timing import Determinism, timing_headers
+from aioengine.server.tracing import RequestTracer
 
 logger = logging.getLogger(__name__)
 
@@ -34,18 +35,23 @@ T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 
 _MAX_INLINE_CHARS = 4096  # tokenising that many takes about a millisecond
-_started_here: ContextVar[list[Started]] = ContextVar("aioengine_started")  # what the answer at hand is made of
 _CLIENT_LEFT = 499  # as nginx says it; nobody is there to read it
 
 
 class Started:
-    """A generation whose first output is there: it was not refused. latest: the last one that was taken."""
+    """A generation whose first output is there: it was not refused. latest: the last one that was taken.
 
-    __slots__ = ("first", "latest", "stream")
+    on_end: called with that one when nothing follows, or nobody reads on.
+    """
 
-    def __init__(self, first: RequestOutput, stream: AsyncGenerator[RequestOutput, None]) -> None:
+    __slots__ = ("_on_end", "first", "latest", "stream")
+
+    def __init__(
+        self, first: RequestOutput, stream: AsyncGenerator[RequestOutput, None], *, on_end: Callable[[Started], None] | None = None
+    ) -> None:
         self.first = self.latest = first
         self.stream = stream
+        self._on_end = on_end
 
     async def outputs(self) -> AsyncIterator[RequestOutput]:
         """The first output and those after it. Leaving early aborts the request."""
@@ -65,12 +71,29 @@ class Started:
 
     async def close(self) -> None:
         await self.stream.aclose()
+        on_end, self._on_end = self._on_end, None
+        if on_end is not None:
+            on_end(self)
+
+
+class _Answering:
+    """A request that is being answered: its headers, and the generations that it has started."""
+
+    __slots__ = ("headers", "started")
+
+    def __init__(self, headers: Mapping[str, str]) -> None:
+        self.headers = headers
+        self.started: list[Started] = []
+
+
+_here: ContextVar[_Answering] = ContextVar("aioengine_answering")
 
 
 class Service:
-    """One engine as HTTP sees it."""
+    """One engine as HTTP sees it. tracer: writes a span for each generation."""
 
-    def __init__(self, engine: AsyncEngine, settings: ServerSettings) -> None:
+    def __init__(self, engine: AsyncEngine, settings: ServerSettings, *, tracer: RequestTracer | None = None) -> None:
+        self._tracer = tracer
         self.engine = engine
         self.settings = settings
         self.start_time = int(time.time())
@@ -150,12 +173,20 @@ class Service:
             timeout=request.timeout,
         )
         try:
-            started = Started(await anext(stream), stream)
+            started = Started(await anext(stream), stream, on_end=self._tracing_here())
         except BaseException:
             await stream.aclose()
             raise
-        _started_here.get().append(started)
+        _here.get().started.append(started)
         return started
+
+    def _tracing_here(self) -> Callable[[Started], None] | None:
+        """Writes the span of a generation that ends, below the caller's own."""
+        tracer = self._tracer
+        if tracer is None:
+            return None
+        headers = _here.get().headers
+        return lambda started: tracer.record(started.latest, headers=headers)
 
     async def start_all(self, starts: list[Coroutine[Any, Any, Started]]) -> list[Started]:
         """All of them, or none: where one is refused the others are aborted."""
@@ -183,15 +214,15 @@ class Service:
             if (problem := self.draining()) is not None:
                 return respond(problem)
             self.num_open += 1
-            started: list[Started] = []
-            _started_here.set(started)
+            here = _Answering(request.headers)
+            _here.set(here)
             try:
                 self.started_metrics()
                 self.determinism.start()
                 body = await self.read(request, kind)
                 response = await _unless_client_leaves(request, answer(body))
-                if started:
-                    response.headers.update({**timing_headers([one.latest for one in started]), **self.determinism.headers()})
+                if here.started:
+                    response.headers.update({**timing_headers([one.latest for one in here.started]), **self.determinism.headers()})
                 return response
             except ClientDisconnect:
                 return Response(status_code=_CLIENT_LEFT)
