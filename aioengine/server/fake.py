@@ -32,10 +32,11 @@ MODEL_NAME = "fake"
 _MAX_MODEL_LEN = 131_072
 _BLOCK_SIZE = 16
 _ARG = "aioengine_answer"  # of SamplingParams.extra_args: which answer of the script a request gets
-_SEGMENT = re.compile(r"<\|(\w+)\|>(.*?)(?=<eos>|<\|assistant\|>\Z|\Z)", re.DOTALL)
+_SEGMENT = re.compile(r"<\|(\w+)\|>(.*?)(?=<eos>|\Z)", re.DOTALL)
 
-# Under a grammar that the script does not match: what ends an answer soonest comes first.
-_PREFERRED = (EOS_TOKEN_ID, *b'}],:"0ntf{[')
+# Under a grammar that the script does not match: what ends an answer soonest comes first. The quote is before the brackets,
+# which have no end within a text.
+_PREFERRED = (EOS_TOKEN_ID, *b'"}]:,0ntf{[')
 
 
 class ScriptedTokenizer(FakeTokenizer):
@@ -174,5 +175,5 @@ class ScriptedEngine(AsyncEngine):
                 prompt = tokenizer.apply_chat_template(items) if is_chat else tokenizer.decode(items, skip_special_tokens=False)
             except (TypeError, ValueError, KeyError, LookupError):
                 return None, ""  # the engine will say what is wrong with it
-        segments = _SEGMENT.findall(prompt)
+        segments = _SEGMENT.findall(prompt.removesuffix("<|assistant|>"))
         return segments[-1] if segments else (None, prompt)

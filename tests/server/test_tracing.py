@@ -12,7 +12,7 @@ import pytest
 from aioengine.errors import ConfigError
 from aioengine.server import create_app
 from aioengine.server.tracing import OtelTracer
-from tests.server.sockets import Served, http, serving
+from tests.server.sockets import Served, http, serving, until
 
 PARENT = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
 
@@ -72,9 +72,7 @@ async def test_the_callers_span_is_the_parent_and_who_leaves_has_a_span_too(expo
         async with await served.connect() as connection:
             await connection.send(http("POST", "/v1/completions", {"prompt": "x", "max_tokens": 500, "stream": True}))
             await connection.reader.readuntil(b"data:")
-        async with asyncio.timeout(5):
-            while len([span for span in exporter.get_finished_spans() if span.name == "llm_request"]) < 3:
-                await asyncio.sleep(0.01)
+        await until(lambda: sum(span.name == "llm_request" for span in exporter.get_finished_spans()) == 3)
     called, alone, left = [span for span in exporter.get_finished_spans() if span.name == "llm_request"]
     assert f"{called.context.trace_id:032x}" == PARENT.split("-")[1]
     assert f"{called.parent.span_id:016x}" == PARENT.split("-")[2]
