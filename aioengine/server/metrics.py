@@ -121,20 +121,35 @@ class MetricsFold:
             start, end = getattr(event, f"{name}_start"), getattr(event, f"{name}_end")
             if start is not None and end is not None:
                 self.phases[name].observe(end - start)
-        now = event.time
-        for request_id, count in event.num_new_tokens.items():
-            self.num_generation_tokens += count
-            life = self._lives.get(request_id)
+        self._fold_tokens(event.num_new_tokens, event.time)
+        self._finish(event.finished, event.time)
+
+    def _fold_tokens(self, num_new_tokens: dict[str, int], now: float) -> None:
+        """The only thing that is done for every request in every step: those that had their last token together, as nearly all
+        have, are observed together.
+        """
+        self.num_generation_tokens += sum(num_new_tokens.values())
+        lives = self._lives
+        since, num_together = 0.0, 0
+        for request_id, count in num_new_tokens.items():
+            life = lives.get(request_id)
             if life is None or count == 0:
                 continue
-            if life.last_token is None:
+            last_token, life.last_token = life.last_token, now
+            if last_token is None:
                 life.first_token = now
                 self.num_prompt_tokens += life.num_prompt_tokens
                 self.time_to_first_token.observe(now - life.arrival)
+            elif count > 1:
+                self.inter_token_latency.observe((now - last_token) / count, count)
+            elif last_token == since:
+                num_together += 1
             else:
-                self.inter_token_latency.observe((now - life.last_token) / count, count)
-            life.last_token = now
-        self._finish(event.finished, now)
+                if num_together:
+                    self.inter_token_latency.observe(now - since, num_together)
+                since, num_together = last_token, 1
+        if num_together:
+            self.inter_token_latency.observe(now - since, num_together)
 
     def _fold_snapshot(self, event: EngineSnapshot) -> None:
         """After a gap: who is not in it has ended unseen; who is, and is not known, came unseen."""

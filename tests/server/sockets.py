@@ -111,7 +111,7 @@ class Connection:
         if not has_body or answer.status == 204:
             return answer
         if headers.get("transfer-encoding") == "chunked":
-            while size := int((await self.reader.readline()).strip(), 16):
+            while size := int((await self.reader.readuntil(b"\r\n")).strip(), 16):
                 answer.body += (await self.reader.readexactly(size + 2))[:-2]
             await self.reader.readline()
         elif length := int(headers.get("content-length", "0")):
