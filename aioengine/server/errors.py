@@ -51,6 +51,8 @@ def problem_of(exc: BaseException) -> Problem:
             return Problem(504, str(exc), "timeout_error")
         case EngineDeadError():
             return Problem(500, str(exc), "server_error")
+        case RecursionError():  # what is deep can come through the decoder and be too deep for what follows
+            return Problem(400, "the body is nested too deeply", "invalid_request_error")
         case AioEngineError():
             return Problem(500, str(exc), "server_error")
     return Problem(500, "internal error; the server's log has it", "server_error")

@@ -43,6 +43,10 @@ class ResponseStore:
     def __len__(self) -> int:
         return len(self._stored)
 
+    def ids(self) -> list[str]:
+        """Oldest first."""
+        return list(self._stored)
+
     def get(self, response_id: str) -> StoredResponse | None:
         found = self._stored.get(response_id)
         return None if found is None else found[0]

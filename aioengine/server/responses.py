@@ -16,7 +16,7 @@ from aioengine.errors import AioEngineError
 from aioengine.server.errors import RequestError, error_response, json_response, problem_of
 from aioengine.server.messages_in import Message, tool_call
 from aioengine.server.response_events import ResponseEvents
-from aioengine.server.response_store import ResponseStore, StoredResponse
+from aioengine.server.response_store import StoredResponse
 from aioengine.server.responses_in import input_items, messages_of, params_of, tools_of
 from aioengine.server.responses_protocol import (
     DeletedResponse,
@@ -40,7 +40,7 @@ class Responses:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._store = ResponseStore(max_responses=service.settings.max_stored_responses)
+        self._store = service.responses
 
     async def answer(self, request: ResponsesRequest) -> Response:
         """Raises InvalidRequestError, RequestError and what the engine raises, before the status line."""

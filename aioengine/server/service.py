@@ -25,6 +25,7 @@ from aioengine.server.limits import BodyBudget, check_num_items, check_num_value
 from aioengine.server.metrics import EngineMetrics
 from aioengine.server.prompts import ChatPrompts
 from aioengine.server.protocol import EngineRequest
+from aioengine.server.response_store import ResponseStore
 from aioengine.server.settings import ServerSettings
 from aioengine.server.timing import Determinism, timing_headers
 from aioengine.server.tracing import RequestTracer
@@ -102,6 +103,7 @@ class Service:
         self.determinism = Determinism(engine)
         self._metrics: EngineMetrics | None = None
         self._prompts: ChatPrompts | None = None
+        self.responses = ResponseStore(max_responses=settings.max_stored_responses)
 
     @property
     def prompts(self) -> ChatPrompts:
@@ -149,6 +151,7 @@ class Service:
         body = await read_body(request, max_bytes=settings.max_body_bytes, timeout_s=settings.read_timeout_s, budget=self.bodies)
         check_num_values(body)
         try:
+            body.decode()  # fields that are ignored are not looked at below
             value = msgspec.json.decode(body, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:  # ValidationError is a DecodeError
             text = "the body is nested too deeply" if isinstance(exc, RecursionError) else str(exc)

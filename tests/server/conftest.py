@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,13 @@ OPTIONS: dict[str, Any] = {
     "block_size": 4,
     "seed": 0,
 }
+
+
+async def until(condition: Callable[[], bool], *, within_s: float = 5.0) -> None:
+    deadline = asyncio.get_running_loop().time() + within_s
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline, f"it did not happen within {within_s:g} s"
+        await asyncio.sleep(0.001)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +105,11 @@ async def _serve(
 
 
 @pytest.fixture
+def wait_for() -> Callable[..., Awaitable[None]]:
+    return until
+
+
+@pytest.fixture
 def serve() -> StartServed:
     return _serve
 
@@ -109,9 +121,6 @@ async def served() -> AsyncIterator[Served]:
         yield served
         core = served.engine._core
         assert core is not None
-        for _ in range(1000):
-            if core.is_idle:
-                break
-            await asyncio.sleep(0.001)
+        await until(lambda: core.is_idle)
         check_idle(core.scheduler)
         assert served.executor.req_ids == set()
