@@ -102,6 +102,11 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
+async def serve_app(app: ASGIApp, *, host: str, port: int, limits: ConnectionLimits | None = None) -> None:
+    """Serve `app` at host:port until this task is cancelled. Raises ConfigError if the address cannot be used."""
+    await Server(app, bind(host, port), limits=limits).serve()
+
+
 def _raise_file_limit(num_connections: int) -> None:
     """Let the process have as many files as it may have connections, if the system allows that many."""
     try:
