@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from aioengine.server.errors import RequestError
@@ -23,9 +22,9 @@ def check_num_values(body: bytes) -> None:
         raise RequestError(400, f"the body holds more than {MAX_NUM_CONTAINERS} lists and objects")
 
 
-def check_num_items(value: msgspec.Struct) -> None:
+def check_num_items(value: object) -> None:
     """Raise RequestError if a field holds more than anybody writes; token ids are the engine's to judge."""
-    for name in value.__struct_fields__:
+    for name in getattr(value, "__struct_fields__", ()):
         items = getattr(value, name)
         if isinstance(items, (list, dict)) and len(items) > MAX_NUM_ITEMS and name not in _TOKEN_FIELDS:
             raise RequestError(400, f"{name} holds {len(items)} entries, at most {MAX_NUM_ITEMS} are allowed", param=name)

@@ -226,13 +226,13 @@ async def serve(settings: ServeSettings, host: Host) -> bool:
     return load.interrupted
 
 
-async def serve_remote(settings: ServeSettings, remote: RemoteSpec, *, tokenizer: TextTokenizer | None = None) -> bool:
-    """As `serve`, of a server behind OpenAI's API. tokenizer: None: the configured one."""
+async def serve_remote(settings: ServeSettings, remote: RemoteSpec) -> bool:
+    """As `serve`, of a server behind OpenAI's API."""
     date = timestamp()
     settings.save.check([*result_keys(settings), "base_url", "endpoint"], default_name=default_file_name(settings, date))
     card = choose_model(await list_models(remote), remote)
-    tokenizer = tokenizer if tokenizer is not None else await asyncio.to_thread(load_tokenizer_of, settings.config)
-    requests = load_dataset(settings.dataset, tokenizer, vocab_size=tokenizer.vocab_size)
+    tokenizer, vocab_size = await asyncio.to_thread(load_tokenizer_of, settings.config)
+    requests = load_dataset(settings.dataset, tokenizer, vocab_size=vocab_size)
     if isinstance(max_model_len := card.get("max_model_len"), int):
         check_lengths(requests, max_model_len)
     times = due_times(settings, requests)
@@ -265,16 +265,18 @@ def choose_model(cards: Sequence[dict[str, Any]], remote: RemoteSpec) -> dict[st
     raise ConfigError(f"{remote.base_url} does not serve {remote.model!r}; it serves {names}")
 
 
-def load_tokenizer_of(config: EngineConfig) -> TextTokenizer:
-    """Raises ModelError."""
+def load_tokenizer_of(config: EngineConfig) -> tuple[TextTokenizer, int]:
+    """And the size of its vocabulary. The model "fake" is that of `aioengine serve --fake`. Raises ModelError."""
     if config.model == "fake":
         from aioengine.testing import FakeTokenizer
 
-        return FakeTokenizer()
+        return FakeTokenizer(), FakeTokenizer.vocab_size
+    from aioengine.models.files import read_model_info
     from aioengine.models.hub import resolve_model
     from aioengine.models.tokenizer import load_tokenizer
 
-    return load_tokenizer(resolve_model(config.tokenizer or config.model).folder)
+    files = resolve_model(config.tokenizer or config.model)
+    return load_tokenizer(files.folder), read_model_info(files).vocab_size
 
 
 def report(settings: ServeSettings, result: dict[str, Any]) -> None:

@@ -28,17 +28,22 @@ DATASET = DatasetSpec(name="random", num_prompts=6, input_len=20, output_len=12)
 
 
 def settings_for(url: str, path: Path, **changes: Any) -> ServeSettings:
-    remote = {"base_url": url, **{name: changes.pop(name) for name in ("backend", "model", "send_text") if name in changes}}
+    remote: dict[str, Any] = {name: changes.pop(name) for name in ("backend", "model", "send_text") if name in changes}
     save = SaveOptions(output_json=str(path), detailed=True)
     return ServeSettings(
-        config=EngineConfig(model="fake"), dataset=DATASET, save=save, remote=RemoteSpec(**remote), disable_progress=True, **changes
+        config=EngineConfig(model="fake"),
+        dataset=DATASET,
+        save=save,
+        remote=RemoteSpec(base_url=url, **remote),
+        disable_progress=True,
+        **changes,
     )
 
 
 async def measured(url: str, path: Path, **changes: Any) -> dict[str, Any]:
     settings = settings_for(url, path, **changes)
     assert settings.remote is not None
-    await serve_remote(settings, settings.remote, tokenizer=FakeTokenizer())
+    await serve_remote(settings, settings.remote)
     return read(path)
 
 

@@ -72,6 +72,7 @@ def test_the_digest_is_of_names_and_contents(tmp_path: Any) -> None:
 
 
 @pytest.mark.model
+@pytest.mark.slow
 async def test_where_bits_do_not_depend_on_the_load_an_answer_says_what_they_depend_on() -> None:
     import httpx
 
