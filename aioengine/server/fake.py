@@ -36,7 +36,7 @@ _SEGMENT = re.compile(r"<\|(\w+)\|>(.*?)(?=<eos>|\Z)", re.DOTALL)
 
 # Under a grammar that the script does not match: what ends an answer soonest comes first. The quote is before the brackets,
 # which have no end within a text.
-_PREFERRED = (EOS_TOKEN_ID, *b'"}]:,0ntf{[')
+_PREFERRED: tuple[int, ...] = (EOS_TOKEN_ID, *b'"}]:,0ntf{[')
 
 
 class ScriptedTokenizer(FakeTokenizer):
