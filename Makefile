@@ -3,6 +3,7 @@
 #   make setup   build .venv with every version pinned in constraints.txt
 #   make demo    watch the engine at work (where the output is no terminal: run eight prompts through it)
 #   make test    run all tests
+#   make test-clients        run the clients that people use against a server (test-clients-light: those that take seconds)
 #   make lint    ruff and mypy --strict
 #   make clean   remove caches and build outputs (make distclean: .venv too)
 
@@ -11,7 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
 
-.PHONY: setup demo test lint format clean distclean
+.PHONY: setup demo test test-clients test-clients-light lint format clean distclean
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -30,6 +31,12 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest
 
+test-clients: setup
+	$(BIN)/python tests/clients/run.py
+
+test-clients-light: setup
+	$(BIN)/python tests/clients/run.py --light
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -44,4 +51,4 @@ clean:
 	find aioengine kernels tui tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 distclean: clean
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venv-clients

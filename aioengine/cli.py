@@ -194,7 +194,8 @@ def _add_serve(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser = commands.add_parser(
         "serve",
         help="answer OpenAI's API over HTTP",
-        description="Answer OpenAI's API over HTTP: completions, chat, models. SIGTERM lets running requests end; a second one does not.",
+        description="Answer OpenAI's API over HTTP (completions, chat, responses, models), and Anthropic's messages. "
+        "SIGTERM lets running requests end; a second one does not.",
         usage="aioengine serve [options] [MODEL]",
         epilog="""\
 examples:
@@ -217,6 +218,8 @@ examples:
     add("--api-key-file", metavar="FILE", help="file with the key that requests must show (default: AIOENGINE_API_KEY)")
     add("--no-auth", action="store_true", help="let other machines in without a key")
     add("--served-model-name", action="append", metavar="NAME", default=[], help="name of the model in requests; may be repeated")
+    parsers = ("hermes", "llama3_json", "mistral")
+    add("--tool-call-parser", choices=parsers, help="how the model writes that it calls a tool (default: as its chat template says)")
     add("--allowed-origin", action="append", metavar="ORIGIN", default=[], help="web pages that may call; may be repeated (default: none)")
     add("--max-connections", type=int, metavar="N", default=1024, help="connections at once (default: 1024)")
     add("--otlp-traces-endpoint", metavar="URL", help="send a span for each request to this OTLP collector (needs aioengine[otel])")
@@ -248,6 +251,7 @@ def _serve(args: argparse.Namespace, start_time: float) -> None:
             api_key_file=args.api_key_file,
             no_auth=args.no_auth,
             served_model_names=tuple(args.served_model_name),
+            tool_call_parser=args.tool_call_parser,
             allowed_origins=tuple(args.allowed_origin),
             max_connections=args.max_connections,
             log_requests=args.log_requests,

@@ -42,6 +42,7 @@ class ServeCommand:
     api_key_file: str | None
     no_auth: bool
     served_model_names: Sequence[str]
+    tool_call_parser: str | None
     allowed_origins: Sequence[str]
     max_connections: int
     log_requests: bool
@@ -69,6 +70,7 @@ def server_settings(command: ServeCommand) -> ServerSettings:
         api_key=api_key,
         # A foreign page can make a browser on this machine call it by a name of the page's own; such a name is not answered.
         allowed_hosts=_LOCAL_NAMES if is_local and api_key is None else (),
+        tool_call_parser=command.tool_call_parser,
         allowed_origins=command.allowed_origins,
         log_requests=command.log_requests,
     )

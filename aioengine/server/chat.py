@@ -31,7 +31,7 @@ from aioengine.server.messages_in import chat_messages
 from aioengine.server.protocol import ChatCompletionRequest, Tool
 from aioengine.server.sampling import sampling_params
 from aioengine.server.service import Service, new_id
-from aioengine.server.sse import DONE, EventStream, event
+from aioengine.server.sse import DONE, EventStream, TextEvents, event
 from aioengine.server.tool_calls import CallStart, Piece, TextPiece
 from aioengine.server.tools import Function, ToolUse, chat_tool_choice, tool_use
 from aioengine.server.turn import Answer, Turn, TurnRequest, start_turn
@@ -99,12 +99,17 @@ class ChatCompletions:
         counts.add_prompt(turn.started.first)
         roles = [ChunkChoice(index=c.index, delta=Delta(role="assistant", content="")) for c in turn.started.first.outputs]
         yield event(chunk(choices=roles, usage=counts.usage() if continuous else UNSET))
+        texts = TextEvents(lambda index, text: chunk(choices=[ChunkChoice(index=index, delta=Delta(content=text))]))
         last_output = None
         async for output, completion in turn.outputs():
             if output is not last_output:
                 counts.add(output)
                 last_output = output
-            deltas = _deltas(turn.pieces(completion, completion.text))
+            pieces = turn.pieces(completion, completion.text)
+            if len(pieces) == 1 and type(pieces[0]) is TextPiece and not (continuous or request.logprobs or completion.finished):
+                yield texts.event(completion.index, pieces[0].text)
+                continue
+            deltas = _deltas(pieces)
             logprobs = _logprobs(completion, request)
             used = counts.usage() if continuous else UNSET
             # The log-probabilities go with the first delta of these tokens, and the reason with the last.

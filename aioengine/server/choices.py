@@ -78,8 +78,10 @@ class UsageSoFar:
         self._prompts: dict[str, tuple[int, int]] = {}  # by request: tokens of the prompt, those of them that were cached
 
     def add(self, output: RequestOutput) -> None:
-        self.num_output += sum(len(completion.token_ids) for completion in output.outputs)
-        self.add_prompt(output)
+        for completion in output.outputs:
+            self.num_output += len(completion.token_ids)
+        if output.request_id not in self._prompts:
+            self.add_prompt(output)
 
     def add_prompt(self, output: RequestOutput) -> None:
         self._prompts[output.request_id] = (len(output.prompt_token_ids), output.num_cached_tokens)

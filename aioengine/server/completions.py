@@ -29,7 +29,7 @@ from aioengine.server.errors import RequestError, json_response
 from aioengine.server.protocol import CompletionRequest
 from aioengine.server.sampling import sampling_params
 from aioengine.server.service import Service, Started, new_id
-from aioengine.server.sse import DONE, EventStream, event
+from aioengine.server.sse import DONE, EventStream, TextEvents, event
 
 DEFAULT_MAX_TOKENS = 16
 MAX_NUM_PROMPTS = 1024
@@ -92,6 +92,7 @@ class Completions:
         counts = UsageSoFar()
         ended: set[int] = set()
         texts: dict[int, _Text] = {}
+        plain = TextEvents(lambda index, text: chunk(choices=[CompletionChoice(index=index, text=text)]))
         async with aclosing(_merged(started)) as merged:
             async for index, output in merged:
                 check_error(output)
@@ -104,6 +105,9 @@ class Completions:
                         continue
                     if completion.finished:
                         ended.add(number)
+                    if number in texts and completion.text and not (continuous or completion.finished or request.logprobs is not None):
+                        yield plain.event(number, completion.text)
+                        continue
                     text = texts.setdefault(number, _Text(self._service, request, output))
                     choice = text.choice(completion, number)
                     yield event(chunk(choices=[choice], usage=counts.usage() if continuous else UNSET))

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from aioengine.server.protocol import EngineRequest
+from aioengine.server.protocol import EngineRequest, Temperature, TopK, TopP
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
@@ -45,9 +45,9 @@ class MessagesRequest(EngineRequest, kw_only=True):
     max_tokens: int
     system: str | list[dict[str, Any]] | None = None
     stop_sequences: list[str] | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
+    temperature: Temperature = None
+    top_k: TopK = None
+    top_p: TopP = None
     tools: list[MessagesTool] | None = None
     tool_choice: ToolChoice | None = None
 

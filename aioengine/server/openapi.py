@@ -83,15 +83,20 @@ OPERATIONS = (
 
 
 async def openapi(request: Request) -> Response:
-    return json_response(document(root_path=request.scope.get("root_path", "")))
+    names = request.app.state.service.model_names
+    return json_response(document(model_names=names, root_path=request.scope.get("root_path", "")))
 
 
-def document(*, root_path: str = "") -> dict[str, Any]:
-    """OpenAPI 3.1. root_path: where the app is mounted."""
+def document(*, model_names: Sequence[str] = (), root_path: str = "") -> dict[str, Any]:
+    """OpenAPI 3.1. model_names: what requests may call the model. root_path: where the app is mounted."""
     kinds = {kind for operation in OPERATIONS for kind in (operation.body, operation.answer, operation.error) if kind is not None}
     ordered = sorted(kinds, key=lambda kind: kind.__name__)
     references, components = msgspec.json.schema_components(ordered, ref_template=_SCHEMAS + "{name}")
     schemas = dict(zip(ordered, references, strict=True))
+    for component in components.values():
+        # Only requests have a model that may be left out.
+        if model_names and (model := component.get("properties", {}).get("model")) and "anyOf" in model:
+            model["anyOf"] = [{"enum": list(model_names)}, {"type": "null"}]
     paths: dict[str, Any] = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _described(operation, schemas)

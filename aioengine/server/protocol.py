@@ -5,9 +5,43 @@ Fields that are not listed are ignored: clients send many that mean nothing here
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+
+from aioengine.sampling_params import MAX_LOGPROBS, MAX_NUM_SEQUENCES, MAX_TEMPERATURE
+
+
+def _noted(**keywords: Any) -> msgspec.Meta:
+    """What the description says of a field. It is checked elsewhere, where the message names the value and the limit."""
+    return msgspec.Meta(extra_json_schema=keywords)
+
+
+_PART = {"type": "object", "properties": {"type": {"const": "text"}, "text": {"type": "string"}}, "required": ["type", "text"]}
+_CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]}
+_MESSAGE = {
+    "type": "object",
+    "properties": {"role": {"enum": ["system", "user", "assistant", "tool"]}, "content": _CONTENT},
+    "required": ["role", "content"],
+}
+_TOKEN_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+_PROMPT_FORMS = (
+    {"type": "string", "minLength": 1},
+    _TOKEN_IDS,
+    {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
+    {"type": "array", "minItems": 1, "items": _TOKEN_IDS},
+)
+
+Messages = Annotated[list[dict[str, Any]], _noted(minItems=1, items=_MESSAGE)]
+Temperature = Annotated[float | None, _noted(minimum=0, maximum=MAX_TEMPERATURE)]
+TopP = Annotated[float | None, _noted(exclusiveMinimum=0, maximum=1)]
+TopK = Annotated[int | None, _noted(minimum=-1, maximum=2**31 - 1)]
+Count = Annotated[int | None, _noted(minimum=1, maximum=2**63 - 1)]
+Stop = Annotated[str | list[str] | None, _noted(minLength=1, maxItems=256, items={"type": "string", "minLength": 1})]
+_Penalty = Annotated[float | None, _noted(minimum=-2, maximum=2)]
+_NumLogprobs = Annotated[int | None, _noted(minimum=0, maximum=MAX_LOGPROBS)]
+_Name = Annotated[str | None, _noted(minLength=1, maxLength=1024)]
+_TokenIds = Annotated[list[int] | None, _noted(items={"type": "integer", "minimum": 0}, maxItems=4096)]
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -50,37 +84,37 @@ class EngineRequest(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     stream: bool | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    timeout: float | None = None
-    request_id: str | None = None
+    priority: Annotated[int | None, _noted(minimum=-(2**63), maximum=2**63 - 1)] = None
+    cache_salt: _Name = None
+    timeout: Annotated[float | None, _noted(exclusiveMinimum=0)] = None
+    request_id: _Name = None
 
 
 class GenerationRequest(EngineRequest, kw_only=True):
     """What completions and chats share: OpenAI's fields, and the fields of `SamplingParams` under vLLM's names."""
 
     stream_options: StreamOptions | None = None
-    n: int | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    min_tokens: int | None = None
+    n: Annotated[int | None, _noted(minimum=1, maximum=MAX_NUM_SEQUENCES)] = None
+    max_tokens: Count = None
+    temperature: Temperature = None
+    top_p: TopP = None
+    top_k: TopK = None
+    min_p: Annotated[float | None, _noted(minimum=0, maximum=1)] = None
+    seed: Annotated[int | None, _noted(minimum=0, maximum=2**64 - 1)] = None
+    stop: Stop = None
+    stop_token_ids: _TokenIds = None
+    min_tokens: Annotated[int | None, _noted(minimum=0)] = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
+    presence_penalty: _Penalty = None
+    frequency_penalty: _Penalty = None
+    repetition_penalty: Annotated[float | None, _noted(minimum=0.01, maximum=2)] = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: _NumLogprobs = None
     truncate_prompt_tokens: int | None = None
     structured_outputs: StructuredOutputs | None = None
     response_format: ResponseFormat | None = None
@@ -89,9 +123,10 @@ class GenerationRequest(EngineRequest, kw_only=True):
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
-    prompt: Any  # text, token ids, or a list of either: msgspec has no union of lists, so it is looked at by hand
+    # Text, token ids, or a list of either: msgspec has no union of lists, so it is looked at by hand.
+    prompt: Annotated[Any, _noted(anyOf=_PROMPT_FORMS)]
     echo: bool | None = None
-    logprobs: int | None = None
+    logprobs: _NumLogprobs = None
     suffix: str | None = None
     best_of: int | None = None
     add_special_tokens: bool | None = None
@@ -110,10 +145,10 @@ class Tool(msgspec.Struct, kw_only=True):
 
 
 class ChatCompletionRequest(GenerationRequest, kw_only=True):
-    messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = None
+    messages: Messages
+    max_completion_tokens: Count = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: _NumLogprobs = None
     tools: list[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -125,7 +160,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
 class TokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Annotated[list[dict[str, Any]] | None, _noted(minItems=1, items=_MESSAGE)] = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from aioengine.server.protocol import EngineRequest
+from aioengine.server.protocol import Count, EngineRequest, Stop, Temperature, TopK, TopP
 
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -37,12 +37,12 @@ class ResponsesTool(msgspec.Struct, kw_only=True):
 class ResponsesRequest(EngineRequest, kw_only=True):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
-    max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
+    max_output_tokens: Count = None
+    temperature: Temperature = None
+    top_p: TopP = None
+    top_k: TopK = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: Stop = None
     text: TextOptions | None = None
     tools: list[ResponsesTool] | None = None
     tool_choice: str | dict[str, Any] | None = None

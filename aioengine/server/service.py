@@ -110,7 +110,7 @@ class Service:
         """Of the engine's tokenizer. Raises RequestError if it has none, AioEngineError before it is started."""
         if self._prompts is None:
             name = self.engine.model_info.name
-            self._prompts = ChatPrompts(self.tokenizer, model_name=name, tool_format=self.settings.tool_format)
+            self._prompts = ChatPrompts(self.tokenizer, model_name=name, tool_format=self.settings.tool_call_parser)
         return self._prompts
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from aioengine.errors import ConfigError
-from aioengine.server.tool_formats import FORMATS
+from aioengine.server.tool_call_parsers import FORMATS
 
 DEFAULT_MAX_BODY_BYTES = 8 << 20
 DEFAULT_MAX_TOTAL_BODY_BYTES = 128 << 20
@@ -22,7 +22,7 @@ class ServerSettings:
         name of its own. Empty: all. allowed_origins: pages of these origins may call; a browser's other pages are refused.
     max_body_bytes: the largest body; max_total_body_bytes: of all that are being read. read_timeout_s: seconds for a whole body.
     send_timeout_s: how long a reader may take nothing.
-    tool_format: how the model writes that it calls a tool: "hermes", "llama3_json" or "mistral". None: as its chat template says.
+    tool_call_parser: how the model writes that it calls a tool: "hermes", "llama3_json" or "mistral". None: as its chat template says.
     max_stored_responses: how many answers of /v1/responses are kept, for `previous_response_id` and for who asks for them again.
     log_requests: log each request's prompt and parameters.
 
@@ -37,7 +37,7 @@ class ServerSettings:
     max_total_body_bytes: int = DEFAULT_MAX_TOTAL_BODY_BYTES
     read_timeout_s: float = 30.0
     send_timeout_s: float = 60.0
-    tool_format: str | None = None
+    tool_call_parser: str | None = None
     max_stored_responses: int = 1000
     log_requests: bool = False
 
@@ -53,8 +53,8 @@ class ServerSettings:
             raise ConfigError(
                 f"max_total_body_bytes must be at least max_body_bytes ({self.max_body_bytes}), got {self.max_total_body_bytes}"
             )
-        if self.tool_format is not None and self.tool_format not in FORMATS:
-            raise ConfigError(f"tool_format must be one of {', '.join(FORMATS)}, got {self.tool_format!r}")
+        if self.tool_call_parser is not None and self.tool_call_parser not in FORMATS:
+            raise ConfigError(f"tool_call_parser must be one of {', '.join(FORMATS)}, got {self.tool_call_parser!r}")
         if self.max_stored_responses < 0:
             raise ConfigError(f"max_stored_responses must be at least 0, got {self.max_stored_responses}")
         for name in ("read_timeout_s", "send_timeout_s"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -20,12 +20,31 @@ logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 _ENCODER = msgspec.json.Encoder()
+_MARK = "<the text>"
 
 
 def event(value: Any, *, name: str | None = None) -> bytes:
     """One event with `value` as JSON."""
     head = b"" if name is None else b"event: " + name.encode() + b"\n"
     return head + b"data: " + _ENCODER.encode(value) + b"\n\n"
+
+
+class TextEvents:
+    """Events that differ in one text alone, as nearly all of a stream do: what surrounds it is encoded once.
+
+    make: the value of an event with this index and text. Nothing behind the text in it may hold a text of the client's.
+    """
+
+    def __init__(self, make: Callable[[int, str], Any]) -> None:
+        self._make = make
+        self._around: dict[int, tuple[bytes, bytes]] = {}
+
+    def event(self, index: int, text: str) -> bytes:
+        around = self._around.get(index)
+        if around is None:
+            head, _, tail = event(self._make(index, _MARK)).rpartition(_ENCODER.encode(_MARK))
+            around = self._around[index] = (head, tail)
+        return around[0] + _ENCODER.encode(text) + around[1]
 
 
 def error_event(exc: BaseException) -> bytes:

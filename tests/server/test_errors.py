@@ -32,11 +32,11 @@ TABLE = [
 def test_every_error_has_a_status_and_an_object_in_both_forms(error: Exception, status: int, kind: str, anthropic_kind: str) -> None:
     response = error_response(problem_of(error))
     assert response.status_code == status
-    assert json.loads(response.body) == {"error": {"message": "m", "type": kind, "param": None, "code": status}}
+    assert json.loads(bytes(response.body)) == {"error": {"message": "m", "type": kind, "param": None, "code": status}}
     assert response.headers.get("retry-after") == (str(RETRY_AFTER_S) if status == 429 else None)
     theirs = anthropic_error(problem_of(error))
     assert theirs.status_code == status
-    assert json.loads(theirs.body)["error"] == {"type": anthropic_kind, "message": "m"}
+    assert json.loads(bytes(theirs.body))["error"] == {"type": anthropic_kind, "message": "m"}
 
 
 def test_every_error_of_the_engine_is_in_the_table() -> None:
@@ -139,7 +139,7 @@ async def test_depth_is_no_server_error_anywhere(served: Any, depth: int) -> Non
     deep = "DEEP"  # json.dumps would give up before the server does
     text = '{"properties":' * depth + "{}" + "}" * depth
     function = {"name": "f", "parameters": deep}
-    bodies = [
+    bodies: list[tuple[str, dict[str, Any]]] = [
         ("/v1/chat/completions", {"tools": [{"type": "function", "function": function}]}),
         ("/v1/chat/completions", {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}),
         ("/v1/chat/completions", {"chat_template_kwargs": {"x": deep}}),

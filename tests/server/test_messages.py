@@ -67,7 +67,7 @@ async def test_a_stop_sequence_is_named(serve: Any) -> None:
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_weather"}])
 async def test_a_forced_tool_is_used_streamed_or_not(served: Any, choice: Any) -> None:
-    fields = {"tools": [TOOL], "tool_choice": {**choice, "disable_parallel_tool_use": True}, "max_tokens": 500}
+    fields: dict[str, Any] = {"tools": [TOOL], "tool_choice": {**choice, "disable_parallel_tool_use": True}, "max_tokens": 500}
     answer = await ask(served, **fields)
     (block,) = answer["content"]
     assert block["type"] == "tool_use"
@@ -85,7 +85,7 @@ async def test_a_forced_tool_is_used_streamed_or_not(served: Any, choice: Any) -
 
 async def test_text_and_calls_are_blocks_of_their_own(serve: Any) -> None:
     async with serve(scripted('Wait.<tool_call>{"name": "get_weather", "arguments": {"hot": true}}</tool_call>')) as served:
-        fields = {"tools": [TOOL], "max_tokens": 500}
+        fields: dict[str, Any] = {"tools": [TOOL], "max_tokens": 500}
         answer = await ask(served, **fields)
         assert [block["type"] for block in answer["content"]] == ["text", "tool_use"]
         events = await stream(served, **fields)
@@ -107,7 +107,7 @@ async def test_a_conversation_with_tools_is_the_same_as_openai_s(served: Any) ->
         {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
         {"role": "user", "content": "thanks"},
     ]
-    theirs = {
+    theirs: dict[str, Any] = {
         "system": [{"type": "text", "text": "Be brief."}],
         "messages": [
             {"role": "user", "content": "weather?"},

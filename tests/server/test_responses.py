@@ -82,7 +82,7 @@ async def test_a_stream_builds_the_answer_that_is_stored(serve: Any) -> None:
 
 async def test_calls_are_items_whose_arguments_are_streamed(serve: Any) -> None:
     async with serve(scripted('Wait.<tool_call>{"name": "get_weather", "arguments": {"hot": true}}</tool_call>')) as served:
-        fields = {"tools": [TOOL], "max_output_tokens": 500}
+        fields: dict[str, Any] = {"tools": [TOOL], "max_output_tokens": 500}
         events = await stream(served, **fields)
         added = [event["item"]["type"] for event in events if event["type"] == "response.output_item.added"]
         assert added == ["message", "function_call"]

@@ -185,7 +185,7 @@ async def test_results_of_tools_go_into_the_prompt(served: Any) -> None:
 
 # ------------------------------------------------------------------ the parsers, however the text is cut
 CALL_A = ("a", {"x": 'q"}\\{', "y": [1, {"z": None}]})
-CALL_B = ("b", {})
+CALL_B: tuple[str, Any] = ("b", {})
 
 
 def written(call: tuple[str, Any], key: str = "arguments") -> str:
@@ -305,7 +305,10 @@ def test_a_template_without_tools_is_told_them_in_words() -> None:
 
 def test_mistral_gets_ids_of_nine_characters() -> None:
     call = {"id": "call_0123456789abcdef", "type": "function", "function": {"name": "f", "arguments": {}}}
-    history = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "tool_call_id": call["id"], "content": ""}]
+    history: list[Any] = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call["id"], "content": ""},
+    ]
     messages, _ = adapt(history, [], MISTRAL)
     assert len(messages[1]["tool_call_id"]) == 9
     assert messages[0]["tool_calls"][0]["id"] == messages[1]["tool_call_id"]
