@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from aioengine.errors import ConfigError
-from aioengine.server.tool_call_parsers import FORMATS
+from aioengine.server.tool_formats import FORMATS
 
 DEFAULT_MAX_BODY_BYTES = 8 << 20
 DEFAULT_MAX_TOTAL_BODY_BYTES = 128 << 20
