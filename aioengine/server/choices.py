@@ -82,10 +82,11 @@ class UsageSoFar:
             self.num_output += len(completion.token_ids)
         if output.request_id not in self._prompts:
             self.add_prompt(output)
+        if output.metrics.finished_time is not None:
+            self._timing = timing(output.metrics)
 
     def add_prompt(self, output: RequestOutput) -> None:
         self._prompts[output.request_id] = (len(output.prompt_token_ids), output.num_cached_tokens)
-        self._timing = timing(output.metrics) if output.metrics.finished_time is not None else UNSET
 
     def usage(self) -> Usage:
         prompts = self._prompts.values()
