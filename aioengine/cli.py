@@ -202,10 +202,17 @@ examples:
   aioengine serve smollm2
   aioengine serve smollm2 --port 9000 --events /tmp/e.sock     and beside it: aioengine top /tmp/e.sock
   AIOENGINE_API_KEY=... aioengine serve smollm2 --host 0.0.0.0
+  aioengine serve --fake --script answers.json         no model: for the tests of your own program
 """,
     )
     add = parser.add_argument
-    add("model", metavar="MODEL", nargs="?", default="smollm2", help="built-in alias, folder, .gguf file or repository (default: smollm2)")
+    add("model", metavar="MODEL", nargs="?", help="built-in alias, folder, .gguf file or repository (default: smollm2)")
+    add(
+        "--fake",
+        action="store_true",
+        help="no model: the real scheduler, and answers from --script; for tests of programs that use a server",
+    )
+    add("--script", metavar="FILE", help="what --fake answers, as JSON (see the documentation; default: one sentence)")
     add("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1, this machine only)")
     add("--port", type=int, metavar="N", default=8000, help="port to listen at (default: 8000)")
     add("--api-key-file", metavar="FILE", help="file with the key that requests must show (default: AIOENGINE_API_KEY)")
@@ -215,16 +222,25 @@ examples:
     add("--tool-call-parser", choices=parsers, help="how the model writes that it calls a tool (default: as its chat template says)")
     add("--allowed-origin", action="append", metavar="ORIGIN", default=[], help="web pages that may call; may be repeated (default: none)")
     add("--max-connections", type=int, metavar="N", default=1024, help="connections at once (default: 1024)")
+    add("--otlp-traces-endpoint", metavar="URL", help="send a span for each request to this OTLP collector (needs aioengine[otel])")
     add("--log-requests", action="store_true", help="log prompts and parameters (default: nothing of a prompt is logged)")
     options.add_run_options(parser)
     options.add_engine_options(parser)
-    parser.set_defaults(handler=_serve)
+    parser.set_defaults(handler=_serve, parser=parser)
 
 
 def _serve(args: argparse.Namespace, start_time: float) -> None:
+    if args.script is not None and not args.fake:
+        args.parser.error("argument --script: needs --fake")
+    args.model = args.model or ("fake" if args.fake else "smollm2")
     config, publish = options.engine_config(args), options.publish_options(args)
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as exc:
+        args.parser.error(f"{exc}: the server needs its extra: pip install 'aioengine[server]'")
 
-    from aioengine.commands.serve import ServeCommand, serve
+    from aioengine.commands.serve import ServeCommand, read_answers, serve
 
     serve(
         ServeCommand(
@@ -239,6 +255,8 @@ def _serve(args: argparse.Namespace, start_time: float) -> None:
             allowed_origins=tuple(args.allowed_origin),
             max_connections=args.max_connections,
             log_requests=args.log_requests,
+            otlp_traces_endpoint=args.otlp_traces_endpoint,
+            script=read_answers(args.script) if args.fake else None,
         )
     )
 

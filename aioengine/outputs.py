@@ -81,6 +81,11 @@ class RequestMetrics:
 
     num_draft_tokens, num_accepted_tokens: the draft tokens that were checked for it and those that were accepted,
     of all its continuations together.
+
+    Why it was slow, of the first continuation: scheduled_time, when it was given its first tokens. waits: the seconds in the
+    queue by reason, which add up to `queue_s`: "prepare" (text was tokenised, a grammar compiled), "step" (for the steps
+    under way), "budget", "seqs" and "blocks" (the step had no tokens, the engine no places or KV blocks left), "preempted" and
+    "in_flight" (others had to give way or were about to come back). preemptions: from when to when it stood preempted.
     """
 
     queued_time: float
@@ -88,6 +93,35 @@ class RequestMetrics:
     finished_time: float | None = None
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    scheduled_time: float | None = None
+    waits: dict[str, float] = field(default_factory=dict, hash=False)
+    preemptions: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def num_preemptions(self) -> int:
+        return len(self.preemptions)
+
+    @property
+    def preempted_s(self) -> float:
+        return sum(end - start for start, end in self.preemptions)
+
+    @property
+    def queue_s(self) -> float | None:
+        return None if self.scheduled_time is None else self.scheduled_time - self.queued_time
+
+    @property
+    def prefill_s(self) -> float | None:
+        """From the first tokens that were computed to the first that was sampled."""
+        if self.scheduled_time is None or self.first_token_time is None:
+            return None
+        return self.first_token_time - self.scheduled_time
+
+    @property
+    def decode_s(self) -> float | None:
+        """From the first token to the end."""
+        if self.first_token_time is None or self.finished_time is None:
+            return None
+        return self.finished_time - self.first_token_time
 
     @property
     def time_to_first_token_s(self) -> float | None:

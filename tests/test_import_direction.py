@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "executor": MODEL_SIDE | {"checkpoint", "models", "worker", "executor.base"},
     "structured_output": BASE,
     "engine": MODEL_SIDE | {"checkpoint", "models", "worker", "executor", "executor.base", "structured_output", "events", "package"},
-    "server": BASE | {"core", "engine", "events", "package"},
+    "server": BASE | {"core", "events", "kernels", "checkpoint", "models", "engine", "testing", "package"},
     "testing": MODEL_SIDE | {"checkpoint", "models", "worker", "executor", "executor.base", "events", "engine"},
     "package": BASE | {"core", "events", "engine"},  # aioengine/__init__.py: lazy, so the names are only for type checkers
     "commands": BASE | {"core", "events", "kernels", "checkpoint", "models", "engine", "package", "server", "bench", "tui"},

@@ -48,9 +48,11 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 @asynccontextmanager
-async def started_engine(config: EngineConfig, publish: PublishOptions) -> AsyncIterator[AsyncEngine]:
-    """An engine that is loaded, and shut down at the end of the block."""
-    engine = AsyncEngine(config, **publishing(publish))
+async def started_engine(
+    config: EngineConfig, publish: PublishOptions, *, make: Callable[..., AsyncEngine] = AsyncEngine
+) -> AsyncIterator[AsyncEngine]:
+    """An engine that is loaded, and shut down at the end of the block. make: what builds it, from what `AsyncEngine` takes."""
+    engine = make(config, **publishing(publish))
     try:
         with interrupts_leave_at_once(), status(f"loading {config.model} ..."):
             await engine.start()

@@ -9,14 +9,21 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from aioengine.commands.runtime import run, started_engine
+from aioengine.commands.termination import drained_is_success
 from aioengine.config import EngineConfig
-from aioengine.engine.publishing import PublishOptions
+from aioengine.engine.async_engine import AsyncEngine
+from aioengine.engine.publish_options import PublishOptions
 from aioengine.errors import ConfigError
 from aioengine.server import ServerSettings, create_app
-from aioengine.server.run import serve_app
+from aioengine.server.connection import ConnectionLimits
+from aioengine.server.fake import ScriptedEngine
+from aioengine.server.run import Server, bind
+from aioengine.server.script import Script, read_script
+from aioengine.server.tracing import OtelTracer
 
 KEY_VARIABLE = "AIOENGINE_API_KEY"
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
@@ -24,7 +31,9 @@ _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeCommand:
-    """no_auth: answer another host than this machine without a key, which has to be said aloud."""
+    """no_auth: answer another host than this machine without a key, which has to be said aloud. script: answer from it, without
+    a model; None: load the model.
+    """
 
     config: EngineConfig
     publish: PublishOptions
@@ -37,12 +46,15 @@ class ServeCommand:
     allowed_origins: Sequence[str]
     max_connections: int
     log_requests: bool
+    script: Script | None = None
+    otlp_traces_endpoint: str | None = None
 
 
 def serve(command: ServeCommand) -> None:
     """Serve until SIGINT or SIGTERM; the latter drains. Raises ConfigError."""
     settings = server_settings(command)
-    run(_serve(command, settings))
+    limits = ConnectionLimits(max_connections=command.max_connections)
+    run(_serve(command, settings, limits))
 
 
 def server_settings(command: ServeCommand) -> ServerSettings:
@@ -62,6 +74,11 @@ def server_settings(command: ServeCommand) -> ServerSettings:
         allowed_origins=command.allowed_origins,
         log_requests=command.log_requests,
     )
+
+
+def read_answers(file: str | None) -> Script:
+    """Of --fake. Raises ConfigError."""
+    return Script() if file is None else read_script(file)
 
 
 def read_api_key(file: str | None) -> str | None:
@@ -85,18 +102,46 @@ def is_loopback(host: str) -> bool:
     return False
 
 
-async def _serve(command: ServeCommand, settings: ServerSettings) -> None:
-    async with started_engine(command.config, command.publish) as engine:
-        app = create_app(engine, settings)
-        serving = asyncio.create_task(serve_app(app, host=command.host, port=command.port, max_connections=command.max_connections))
-        name = (settings.served_model_names or (command.config.model,))[0]
-        print(f"serving {name} at http://{command.host}:{command.port}/v1 ({_who(settings)})", file=sys.stderr, flush=True)
-        try:
-            await serving
-        finally:
-            serving.cancel()
-            await asyncio.wait([serving])
+async def _serve(command: ServeCommand, settings: ServerSettings, limits: ConnectionLimits) -> None:
+    drained_is_success()
+    name = (settings.served_model_names or (command.config.model,))[0]
+    endpoint = command.otlp_traces_endpoint
+    tracer = None if endpoint is None else OtelTracer.to_endpoint(endpoint, model_name=name)
+    sockets = bind(command.host, command.port)  # before the model is loaded: that takes long
+    try:
+        make = AsyncEngine if command.script is None else partial(ScriptedEngine, script=command.script)
+        async with started_engine(command.config, command.publish, make=make) as engine:
+            app = create_app(engine, settings, tracer=tracer)
+            server = Server(app, sockets, limits=limits)
+            serving = asyncio.create_task(server.serve())
+            try:
+                await _until_listening(server, serving)
+                print(_describe(command, settings, sockets[0].getsockname()[1]), file=sys.stderr, flush=True)
+                await asyncio.wait([serving])  # it is not cancelled with us: first its answers end
+            finally:
+                await engine.shutdown()
+                server.stop()
+                await asyncio.wait([serving])
+            serving.result()
+    finally:
+        for sock in sockets:
+            sock.close()
+        if tracer is not None:
+            await asyncio.to_thread(tracer.shutdown)
 
 
-def _who(settings: ServerSettings) -> str:
-    return "with an API key" if settings.api_key is not None else "no API key"
+async def _until_listening(server: Server, serving: asyncio.Task[None]) -> None:
+    while not server.is_listening and not serving.done():  # noqa: ASYNC110 - uvicorn has no event for it
+        await asyncio.sleep(0.01)
+
+
+def _describe(command: ServeCommand, settings: ServerSettings, port: int) -> str:
+    name = (settings.served_model_names or (command.config.model,))[0]
+    host = f"[{command.host}]" if ":" in command.host and not command.host.startswith("[") else command.host
+    if settings.api_key is not None:
+        who = "with an API key"
+    elif is_loopback(command.host):
+        who = "no API key, this machine only"
+    else:
+        who = "NO API KEY: whoever reaches this machine may use it"
+    return f"serving {name} at http://{host}:{port}/v1 ({who})"

@@ -37,9 +37,12 @@ class Termination:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._main: asyncio.Task[Any] | None = None
         self._drain: asyncio.Task[None] | None = None
+        self._drained_status = EXIT_TERMINATED
 
     async def run(self, main: Coroutine[Any, Any, T]) -> T:
-        """Await `main`. Raises SystemExit(143) if it was cancelled from here, or wants to start an engine after a signal."""
+        """Await `main`. Raises SystemExit(143) if it was cancelled from here, or wants to start an engine after a signal;
+        another status if it was cancelled because it had ended all it had to do (see `drained_is_success`).
+        """
         self._loop = asyncio.get_running_loop()
         self._main = asyncio.current_task()
         _current.set(self)
@@ -48,11 +51,14 @@ class Termination:
                 result = await main
             except asyncio.CancelledError:
                 if self._was_cancelled:
-                    raise SystemExit(EXIT_TERMINATED) from None
+                    raise SystemExit(self._status()) from None
                 raise
         if self._was_cancelled:  # and it made the best of it, as a benchmark does that reports what it has
-            raise SystemExit(EXIT_TERMINATED)
+            raise SystemExit(self._status())
         return result
+
+    def _status(self) -> int:
+        return self._drained_status if self._num_signals == 1 else EXIT_TERMINATED
 
     @contextmanager
     def _draining(self, engine: AsyncEngine) -> Iterator[None]:
@@ -98,6 +104,13 @@ def drained_on_sigterm(engine: AsyncEngine) -> Iterator[None]:
         return
     with termination._draining(engine):
         yield
+
+
+def drained_is_success() -> None:
+    """For a command that serves until it is told to stop: SIGTERM ends it with status 0 once its requests have ended."""
+    termination = _current.get()
+    if termination is not None:
+        termination._drained_status = 0
 
 
 @contextmanager

@@ -318,6 +318,11 @@ class Scheduler:
         return bool(self.waiting or self.running or self._finished_req_ids)
 
     @property
+    def admission_stop(self) -> AdmissionStop:
+        """Why the last `schedule()` admitted nobody further."""
+        return self._admission_stop
+
+    @property
     def last_step_id(self) -> int:
         return self._last_step_id
 

@@ -15,6 +15,7 @@ from aioengine.engine.inputs.admission import Admission
 from aioengine.engine.inputs.input_processor import InputProcessor
 from aioengine.engine.inputs.submission import Submitter
 from aioengine.engine.loop.engine_core import EngineCore
+from aioengine.engine.loop.request_times import RequestTimes
 from aioengine.engine.outputs.detokenizer import TextTokenizer
 from aioengine.engine.outputs.output_processor import OutputProcessor
 from aioengine.engine.parts import EngineParts
@@ -86,7 +87,8 @@ def build_parts(
         check_invariants=config.check_invariants,
     )
     structured_output = StructuredOutputManager(tokenizer, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids)
-    output = OutputProcessor(tokenizer, publish_text=publish_text)
+    times = RequestTimes()
+    output = OutputProcessor(tokenizer, publish_text=publish_text, times=times)
     core = EngineCore(
         scheduler,
         setup.executor,
@@ -97,6 +99,7 @@ def build_parts(
         step_timeout_s=config.admission.step_timeout_s,
         text_source=output if publish_text else None,
         structured_output=structured_output,
+        times=times,
     )
     return EngineParts(
         loop=asyncio.get_running_loop(),

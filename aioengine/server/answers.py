@@ -7,6 +7,8 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from aioengine.server.timing import Timing
+
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
@@ -15,10 +17,13 @@ class PromptTokensDetails(msgspec.Struct, kw_only=True):
 
 
 class Usage(msgspec.Struct, kw_only=True):
+    """aioengine: where the time of a stream went; other answers say it in their headers."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    aioengine: Timing | UnsetType = UNSET
 
 
 # ------------------------------------------------------------------ log-probabilities

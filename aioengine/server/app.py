@@ -32,11 +32,12 @@ from aioengine.server.responses import Responses
 from aioengine.server.responses_protocol import ResponsesRequest
 from aioengine.server.service import Service
 from aioengine.server.settings import ServerSettings
+from aioengine.server.tracing import RequestTracer
 
 T = TypeVar("T")
 
 
-def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> Starlette:
+def create_app(engine: AsyncEngine, settings: ServerSettings | None = None, *, tracer: RequestTracer | None = None) -> Starlette:
     """An app for `engine`, which somebody else starts and shuts down, in the event loop that the app runs in.
 
     It is an ordinary ASGI app, and can be a part of another one:
@@ -49,15 +50,16 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> S
         engine = AsyncEngine("smollm2")
         app = Starlette(routes=[Mount("/llm", create_app(engine))], lifespan=lifespan)     # POST /llm/v1/chat/completions
 
-    FastAPI's `app.mount("/llm", create_app(engine))` does the same.
+    FastAPI's `app.mount("/llm", create_app(engine))` does the same. tracer: writes a span for each generation (extra `[otel]`).
     """
     settings = settings or ServerSettings()
-    service = Service(engine, settings)
+    service = Service(engine, settings, tracer=tracer)
     app = Starlette(
         routes=routes(service),
         middleware=[Middleware(Gate, settings=settings)],
         exception_handlers={HTTPException: _http_error},
     )
+    app.router.redirect_slashes = False  # a redirect would be made of the Host header that the client wrote
     app.state.service = service
     return app
 

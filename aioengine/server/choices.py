@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from msgspec import UNSET, UnsetType
+
 from aioengine.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from aioengine.server.answers import (
     ChatLogprobs,
@@ -18,6 +20,7 @@ from aioengine.server.answers import (
     Usage,
 )
 from aioengine.server.errors import RequestError
+from aioengine.server.timing import Timing, timing
 
 # JSON has no infinity; OpenAI's own API says this for a token that cannot come.
 LEAST_LOGPROB = -9999.0
@@ -46,12 +49,13 @@ def check_error(output: RequestOutput) -> None:
             raise RequestError(500, completion.error or "the request failed", kind="server_error")
 
 
-def make_usage(*, num_prompt: int, num_output: int, num_cached: int) -> Usage:
+def make_usage(*, num_prompt: int, num_output: int, num_cached: int, timing: Timing | UnsetType = UNSET) -> Usage:
     return Usage(
         prompt_tokens=num_prompt,
         completion_tokens=num_output,
         total_tokens=num_prompt + num_output,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached),
+        aioengine=timing,
     )
 
 
@@ -70,6 +74,7 @@ class UsageSoFar:
 
     def __init__(self) -> None:
         self.num_output = 0
+        self._timing: Timing | UnsetType = UNSET  # of the one that ended last
         self._prompts: dict[str, tuple[int, int]] = {}  # by request: tokens of the prompt, those of them that were cached
 
     def add(self, output: RequestOutput) -> None:
@@ -77,6 +82,8 @@ class UsageSoFar:
             self.num_output += len(completion.token_ids)
         if output.request_id not in self._prompts:
             self.add_prompt(output)
+        if output.metrics.finished_time is not None:
+            self._timing = timing(output.metrics)
 
     def add_prompt(self, output: RequestOutput) -> None:
         self._prompts[output.request_id] = (len(output.prompt_token_ids), output.num_cached_tokens)
@@ -87,6 +94,7 @@ class UsageSoFar:
             num_prompt=sum(num_prompt for num_prompt, _ in prompts),
             num_output=self.num_output,
             num_cached=sum(num_cached for _, num_cached in prompts),
+            timing=self._timing,
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from msgspec import UNSET
 from starlette.responses import Response
 
-from aioengine.engine.input_processor import TextPrompt
+from aioengine.engine.inputs.input_processor import TextPrompt
 from aioengine.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from aioengine.sampling_params import RequestOutputKind, SamplingParams
 from aioengine.server.answers import Completion, CompletionChoice

@@ -8,24 +8,65 @@ from starlette.requests import ClientDisconnect, Request
 
 from aioengine.server.errors import RequestError
 
+MAX_NUM_CONTAINERS = 1 << 18
+MAX_NUM_ITEMS = 1 << 14
+_TOKEN_FIELDS = frozenset({"prompt", "tokens", "allowed_token_ids"})
 
-async def read_body(request: Request, *, max_bytes: int, timeout_s: float) -> bytes:
-    """The whole body, chunked or not. Raises RequestError (413, 408), and ClientDisconnect where the client left."""
+
+def check_num_values(body: bytes) -> None:
+    """Raise RequestError if the body may hold more lists and objects than the loop can make in a moment: {},{},{}, ...
+
+    Brackets within texts count too: it takes a millisecond, and megabytes of them are no prompt.
+    """
+    if len(body) > MAX_NUM_CONTAINERS and body.count(b"{") + body.count(b"[") > MAX_NUM_CONTAINERS:
+        raise RequestError(400, f"the body holds more than {MAX_NUM_CONTAINERS} lists and objects")
+
+
+def check_num_items(value: object) -> None:
+    """Raise RequestError if a field holds more than anybody writes; token ids are the engine's to judge."""
+    for name in getattr(value, "__struct_fields__", ()):
+        items = getattr(value, name)
+        if isinstance(items, (list, dict)) and len(items) > MAX_NUM_ITEMS and name not in _TOKEN_FIELDS:
+            raise RequestError(400, f"{name} holds {len(items)} entries, at most {MAX_NUM_ITEMS} are allowed", param=name)
+
+
+class BodyBudget:
+    """The bytes of all bodies that are being read, together: many large ones at once would fill the memory."""
+
+    __slots__ = ("max_bytes", "num_bytes")
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Raises RequestError (503) if that many more are too many."""
+        if self.num_bytes + num_bytes > self.max_bytes:
+            raise RequestError(503, f"bodies of more than {self.max_bytes} bytes arrive at once: try again later", kind="server_error")
+        self.num_bytes += num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        self.num_bytes -= num_bytes
+
+
+async def read_body(request: Request, *, max_bytes: int, timeout_s: float, budget: BodyBudget) -> bytes:
+    """The whole body, chunked or not. Raises RequestError (413, 408, 503), and ClientDisconnect where the client left."""
     length = request.headers.get("content-length", "")
     if length.isdigit() and int(length) > max_bytes:
         raise _too_large(max_bytes)
-    parts: list[bytes] = []
-    size = 0
+    body = bytearray()
     try:
         async with asyncio.timeout(timeout_s):
             async for part in request.stream():
-                size += len(part)
-                if size > max_bytes:
+                if len(body) + len(part) > max_bytes:
                     raise _too_large(max_bytes)
-                parts.append(part)
+                budget.take(len(part))
+                body += part
     except TimeoutError:
         raise RequestError(408, f"the body did not arrive within {timeout_s:g} s", kind="timeout_error") from None
-    return b"".join(parts)
+    finally:
+        budget.give_back(len(body))
+    return bytes(body)
 
 
 def _too_large(max_bytes: int) -> RequestError:
@@ -66,4 +107,4 @@ class SendWatch:
         self._timer = self._loop.call_later(self._timeout_s - waited, self._look)
 
 
-__all__ = ["ClientDisconnect", "SendWatch", "read_body"]
+__all__ = ["BodyBudget", "ClientDisconnect", "SendWatch", "check_num_items", "check_num_values", "read_body"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from aioengine.engine.input_processor import encode
+from aioengine.engine.inputs.input_processor import encode
 from aioengine.outputs import CompletionOutput
 from aioengine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from aioengine.server.choices import UsageSoFar

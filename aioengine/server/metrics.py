@@ -13,7 +13,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
 
 from aioengine.core.scheduler_output import SchedulerStats
@@ -57,11 +57,12 @@ class Histogram:
 class _Life:
     """When things happened to one live request, in seconds of the engine's clock."""
 
-    __slots__ = ("arrival", "first_token", "last_token", "num_prompt_tokens", "scheduled")
+    __slots__ = ("arrival", "first_token", "last_token", "max_tokens", "num_prompt_tokens", "scheduled")
 
-    def __init__(self, arrival: float, num_prompt_tokens: int) -> None:
+    def __init__(self, arrival: float, num_prompt_tokens: int, max_tokens: int) -> None:
         self.arrival = arrival
         self.num_prompt_tokens = num_prompt_tokens
+        self.max_tokens = max_tokens
         self.scheduled: float | None = None
         self.first_token: float | None = None
         self.last_token: float | None = None
@@ -78,6 +79,9 @@ class MetricsFold:
         self.queue_time = Histogram(_LATENCY)
         self.prefill_time = Histogram(_LATENCY)
         self.decode_time = Histogram(_LATENCY)
+        self.inference_time = Histogram(_LATENCY)
+        self.time_per_output_token = Histogram(_ITL)
+        self.max_tokens = Histogram(lengths)
         self.prompt_tokens = Histogram(lengths)
         self.generation_tokens = Histogram(lengths)
         self.iteration_tokens = Histogram(_ITERATION_TOKENS)
@@ -117,20 +121,35 @@ class MetricsFold:
             start, end = getattr(event, f"{name}_start"), getattr(event, f"{name}_end")
             if start is not None and end is not None:
                 self.phases[name].observe(end - start)
-        now = event.time
-        for request_id, count in event.num_new_tokens.items():
-            self.num_generation_tokens += count
-            life = self._lives.get(request_id)
+        self._fold_tokens(event.num_new_tokens, event.time)
+        self._finish(event.finished, event.time)
+
+    def _fold_tokens(self, num_new_tokens: dict[str, int], now: float) -> None:
+        """The only thing that is done for every request in every step: those that had their last token together, as nearly all
+        have, are observed together.
+        """
+        self.num_generation_tokens += sum(num_new_tokens.values())
+        lives = self._lives
+        since, num_together = 0.0, 0
+        for request_id, count in num_new_tokens.items():
+            life = lives.get(request_id)
             if life is None or count == 0:
                 continue
-            if life.last_token is None:
+            last_token, life.last_token = life.last_token, now
+            if last_token is None:
                 life.first_token = now
                 self.num_prompt_tokens += life.num_prompt_tokens
                 self.time_to_first_token.observe(now - life.arrival)
+            elif count > 1:
+                self.inter_token_latency.observe((now - last_token) / count, count)
+            elif last_token == since:
+                num_together += 1
             else:
-                self.inter_token_latency.observe((now - life.last_token) / count, count)
-            life.last_token = now
-        self._finish(event.finished, now)
+                if num_together:
+                    self.inter_token_latency.observe(now - since, num_together)
+                since, num_together = last_token, 1
+        if num_together:
+            self.inter_token_latency.observe(now - since, num_together)
 
     def _fold_snapshot(self, event: EngineSnapshot) -> None:
         """After a gap: who is not in it has ended unseen; who is, and is not known, came unseen."""
@@ -138,11 +157,11 @@ class MetricsFold:
         self._lives = {request_id: life for request_id, life in self._lives.items() if request_id in live}
         for request_id, request in live.items():
             if request_id not in self._lives:
-                self._lives[request_id] = _Life(request.arrival_time, request.num_prompt_tokens)
+                self._lives[request_id] = _Life(request.arrival_time, request.num_prompt_tokens, request.max_tokens)
 
     def _add(self, added: Sequence[RequestInfo]) -> None:
         for info in added:
-            self._lives[info.request_id] = _Life(info.arrival_time, info.num_prompt_tokens)
+            self._lives[info.request_id] = _Life(info.arrival_time, info.num_prompt_tokens, info.max_tokens)
 
     def _finish(self, finished: Sequence[FinishedInfo], now: float) -> None:
         for info in finished:
@@ -153,9 +172,13 @@ class MetricsFold:
             self.e2e_latency.observe(now - life.arrival)
             self.prompt_tokens.observe(life.num_prompt_tokens)
             self.generation_tokens.observe(info.num_output_tokens)
+            self.max_tokens.observe(life.max_tokens)
             if life.scheduled is not None and life.first_token is not None:
                 self.prefill_time.observe(life.first_token - life.scheduled)
                 self.decode_time.observe(now - life.first_token)
+                self.inference_time.observe(now - life.scheduled)
+                if info.num_output_tokens > 1:
+                    self.time_per_output_token.observe((now - life.first_token) / (info.num_output_tokens - 1))
 
 
 class EngineMetrics(Collector):
@@ -185,10 +208,11 @@ class EngineMetrics(Collector):
                     fold.fold(self._engine.snapshot())
                 fold.fold(event)
 
-    def render(self, accept: str) -> tuple[bytes, str]:
-        """The page and its content type, in the form that was asked for."""
-        encode, content_type = choose_encoder(accept)
-        return encode(self._registry), content_type
+    def render(self) -> tuple[bytes, str]:
+        """The page and its content type. Always in Prometheus' own form, whatever a scraper likes better: in OpenMetrics' form the
+        library writes the colons of vLLM's names as underscores, and no panel of the board finds them.
+        """
+        return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
 
     # ------------------------------------------------------------------ prometheus_client asks here
     def collect(self) -> Iterator[Metric]:
@@ -196,7 +220,7 @@ class EngineMetrics(Collector):
         yield from self._from_stats(stats)
         if self._fold is not None:
             yield from self._from_fold(self._fold)
-        yield self._counter("aioengine:metrics_events_missed", "Step events that the metrics did not see in time.", self._num_missed)
+        yield self._counter("aioengine_metrics_events_missed", "Step events that the metrics did not see in time.", self._num_missed)
 
     def _from_stats(self, stats: SchedulerStats) -> Iterator[Metric]:
         gauges = (
@@ -208,13 +232,19 @@ class EngineMetrics(Collector):
             metric = GaugeMetricFamily(name, text, labels=list(self._labels))
             metric.add_metric(list(self._labels.values()), value)
             yield metric
+        cache = self._engine.resolved_config.cache
+        labels = {**self._labels, "block_size": str(cache.block_size), "num_gpu_blocks": str(stats.num_total_blocks + 1)}
+        labels["enable_prefix_caching"] = str(cache.enable_prefix_caching)
+        info = GaugeMetricFamily("vllm:cache_config_info", "Settings of the KV cache.", labels=list(labels))
+        info.add_metric(list(labels.values()), 1)
+        yield info
         counters = (
             ("vllm:prefix_cache_queries", "Prefix cache queries, in tokens.", stats.prefix_cache_queries),
             ("vllm:prefix_cache_hits", "Prefix cache hits, in tokens.", stats.prefix_cache_hits),
             ("vllm:num_preemptions", "Cumulative number of preemptions.", stats.num_preemptions),
             ("vllm:spec_decode_num_draft_tokens", "Draft tokens that were checked.", stats.num_draft_tokens),
             ("vllm:spec_decode_num_accepted_tokens", "Draft tokens that were accepted.", stats.num_accepted_tokens),
-            ("aioengine:requests_rejected", "Requests refused because the queue was full.", stats.num_rejected_reqs),
+            ("aioengine_requests_rejected", "Requests refused because the queue was full.", stats.num_rejected_reqs),
         )
         for name, text, value in counters:
             yield self._counter(name, text, value)
@@ -231,6 +261,11 @@ class EngineMetrics(Collector):
             ("vllm:request_queue_time_seconds", "Time in the WAITING phase.", fold.queue_time),
             ("vllm:request_prefill_time_seconds", "Time from the first schedule to the first token.", fold.prefill_time),
             ("vllm:request_decode_time_seconds", "Time from the first token to the last.", fold.decode_time),
+            ("vllm:request_inference_time_seconds", "Time from the first schedule to the last token.", fold.inference_time),
+            ("vllm:request_time_per_output_token_seconds", "Decode time of a request by token.", fold.time_per_output_token),
+            ("vllm:request_params_max_tokens", "max_tokens of a request.", fold.max_tokens),
+            # A continuation is a request of its own here, so the longest of a group is its own length.
+            ("vllm:request_max_num_generation_tokens", "Most generation tokens of a request.", fold.generation_tokens),
             ("vllm:request_prompt_tokens", "Number of prefill tokens of a request.", fold.prompt_tokens),
             ("vllm:request_generation_tokens", "Number of generation tokens of a request.", fold.generation_tokens),
             ("vllm:iteration_tokens_total", "Number of tokens of an engine step.", fold.iteration_tokens),

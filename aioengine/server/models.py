@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from aioengine import __version__
-from aioengine.engine.input_processor import encode
+from aioengine.engine.inputs.input_processor import encode
 from aioengine.errors import AioEngineError
 from aioengine.server.answers import Load, ModelCard, ModelList, Text, Tokens, Version
 from aioengine.server.chat import functions_of
@@ -44,6 +44,8 @@ class Models:
 
     async def health(self, request: Request) -> Response:
         """200 while requests are taken; 503 once the engine is dead or drains."""
+        if (problem := self._service.draining()) is not None:
+            return error_response(problem)
         try:
             self._service.engine.check_health()
         except AioEngineError as exc:
@@ -59,7 +61,7 @@ class Models:
 
     async def metrics(self, request: Request) -> Response:
         """What Prometheus scrapes."""
-        content, media_type = self._service.started_metrics().render(request.headers.get("accept", ""))
+        content, media_type = self._service.started_metrics().render()
         return Response(content, headers={"content-type": media_type})
 
     async def embeddings(self, body: EmbeddingRequest) -> Response:

@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from aioengine.engine.detokenizer import TextTokenizer
-from aioengine.engine.input_processor import TextPrompt
+from aioengine.engine.inputs.input_processor import TextPrompt
+from aioengine.engine.outputs.detokenizer import TextTokenizer
 from aioengine.errors import InvalidRequestError
 from aioengine.server.errors import RequestError
 from aioengine.server.messages_in import Message

@@ -6,8 +6,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,18 +15,21 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from aioengine.engine.async_engine import AsyncEngine
-from aioengine.engine.detokenizer import TextTokenizer
-from aioengine.engine.input_processor import Prompt
-from aioengine.errors import AioEngineError
+from aioengine.engine.inputs.input_processor import Prompt
+from aioengine.engine.outputs.detokenizer import TextTokenizer
+from aioengine.engine.outputs.output_stream import OutputStream
+from aioengine.errors import AioEngineError, EngineDeadError
 from aioengine.outputs import RequestOutput
 from aioengine.sampling_params import SamplingParams
 from aioengine.server.errors import Problem, RequestError, error_response, problem_of
-from aioengine.server.limits import read_body
+from aioengine.server.limits import BodyBudget, check_num_items, check_num_values, read_body
 from aioengine.server.metrics import EngineMetrics
 from aioengine.server.prompts import ChatPrompts
 from aioengine.server.protocol import EngineRequest
 from aioengine.server.response_store import ResponseStore
 from aioengine.server.settings import ServerSettings
+from aioengine.server.timing import Determinism, timing_headers
+from aioengine.server.tracing import RequestTracer
 
 logger = logging.getLogger(__name__)
 
@@ -37,12 +40,18 @@ _MAX_INLINE_CHARS = 4096  # tokenising that many takes about a millisecond
 _CLIENT_LEFT = 499  # as nginx says it; nobody is there to read it
 
 
-@dataclass(frozen=True, slots=True)
 class Started:
-    """A generation whose first output is there: it was not refused."""
+    """A generation whose first output is there: it was not refused. latest: the last one that was taken.
 
-    first: RequestOutput
-    stream: AsyncIterator[RequestOutput]
+    on_end: called with that one when nothing follows, or nobody reads on.
+    """
+
+    __slots__ = ("_on_end", "first", "latest", "stream")
+
+    def __init__(self, first: RequestOutput, stream: OutputStream, *, on_end: Callable[[Started], None] | None = None) -> None:
+        self.first = self.latest = first
+        self.stream = stream
+        self._on_end = on_end
 
     async def outputs(self) -> AsyncIterator[RequestOutput]:
         """The first output and those after it. Leaving early aborts the request."""
@@ -50,28 +59,47 @@ class Started:
             yield self.first
             if not self.first.finished:
                 async for output in self.stream:
+                    self.latest = output
                     yield output
         finally:
             await self.close()
 
     async def last(self) -> RequestOutput:
-        latest = self.first
-        async for output in self.outputs():
-            latest = output
-        return latest
+        async for _ in self.outputs():
+            pass
+        return self.latest
 
     async def close(self) -> None:
-        await self.stream.aclose()  # type: ignore[attr-defined]
+        await self.stream.aclose()
+        on_end, self._on_end = self._on_end, None
+        if on_end is not None:
+            on_end(self)
+
+
+class _Answering:
+    """A request that is being answered: its headers, and the generations that it has started."""
+
+    __slots__ = ("headers", "started")
+
+    def __init__(self, headers: Mapping[str, str]) -> None:
+        self.headers = headers
+        self.started: list[Started] = []
+
+
+_here: ContextVar[_Answering] = ContextVar("aioengine_answering")
 
 
 class Service:
-    """One engine as HTTP sees it."""
+    """One engine as HTTP sees it. tracer: writes a span for each generation."""
 
-    def __init__(self, engine: AsyncEngine, settings: ServerSettings) -> None:
+    def __init__(self, engine: AsyncEngine, settings: ServerSettings, *, tracer: RequestTracer | None = None) -> None:
+        self._tracer = tracer
         self.engine = engine
         self.settings = settings
         self.start_time = int(time.time())
+        self.bodies = BodyBudget(settings.max_total_body_bytes)
         self.num_open = 0  # requests that are being answered, for /load
+        self.determinism = Determinism(engine)
         self._metrics: EngineMetrics | None = None
         self._prompts: ChatPrompts | None = None
         self.responses = ResponseStore(max_responses=settings.max_stored_responses)
@@ -109,16 +137,25 @@ class Service:
             self._metrics.start()
         return self._metrics
 
+    def draining(self) -> Problem | None:
+        """What a new request is told while the running ones come to their end."""
+        if self.engine.is_draining:
+            return Problem(503, "the server is shutting down: it finishes its requests and takes no new ones", "server_error")
+        return None
+
     # ------------------------------------------------------------------ requests in
     async def read(self, request: Request, kind: type[T]) -> T:
         """The body as a `kind`. Raises RequestError for what it cannot be."""
-        body = await read_body(request, max_bytes=self.settings.max_body_bytes, timeout_s=self.settings.read_timeout_s)
+        settings = self.settings
+        body = await read_body(request, max_bytes=settings.max_body_bytes, timeout_s=settings.read_timeout_s, budget=self.bodies)
+        check_num_values(body)
         try:
             body.decode()  # fields that are ignored are not looked at below
             value = msgspec.json.decode(body, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:  # ValidationError is a DecodeError
             text = "the body is nested too deeply" if isinstance(exc, RecursionError) else str(exc)
             raise RequestError(400, f"the body cannot be read: {text}") from None
+        check_num_items(value)
         name = getattr(value, "model", None)
         if name is not None and name not in self.model_names:
             raise RequestError(404, f"the model {name[:100]!r} is not served here", kind="not_found_error", param="model")
@@ -138,10 +175,20 @@ class Service:
             timeout=request.timeout,
         )
         try:
-            return Started(await anext(stream), stream)
+            started = Started(await anext(stream), stream, on_end=self._tracing_here())
         except BaseException:
             await stream.aclose()
             raise
+        _here.get().started.append(started)
+        return started
+
+    def _tracing_here(self) -> Callable[[Started], None] | None:
+        """Writes the span of a generation that ends, below the caller's own."""
+        tracer = self._tracer
+        if tracer is None:
+            return None
+        headers = _here.get().headers
+        return lambda started: tracer.record(started.latest, headers=headers)
 
     async def start_all(self, starts: list[Coroutine[Any, Any, Started]]) -> list[Started]:
         """All of them, or none: where one is refused the others are aborted."""
@@ -166,15 +213,24 @@ class Service:
         """
 
         async def handle(request: Request) -> Response:
+            if (problem := self.draining()) is not None:
+                return respond(problem)
             self.num_open += 1
+            here = _Answering(request.headers)
+            _here.set(here)
             try:
                 self.started_metrics()
+                self.determinism.start()
                 body = await self.read(request, kind)
-                return await _unless_client_leaves(request, answer(body))
+                response = await _unless_client_leaves(request, answer(body))
+                if here.started:
+                    response.headers.update({**timing_headers([one.latest for one in here.started]), **self.determinism.headers()})
+                return response
             except ClientDisconnect:
                 return Response(status_code=_CLIENT_LEFT)
             except (AioEngineError, RequestError) as exc:
-                return respond(problem_of(exc))
+                refused_late = self.draining() if isinstance(exc, EngineDeadError) else None  # it came while the drain began
+                return respond(refused_late or problem_of(exc))
             except Exception as exc:
                 logger.exception("%s failed", request.url.path)
                 return respond(problem_of(exc))

@@ -10,6 +10,7 @@ from aioengine.errors import ConfigError
 from aioengine.server.tool_formats import FORMATS
 
 DEFAULT_MAX_BODY_BYTES = 8 << 20
+DEFAULT_MAX_TOTAL_BODY_BYTES = 128 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +20,8 @@ class ServerSettings:
     api_key: what every request but those for /health and /ping must show, as `Authorization: Bearer` or `x-api-key`. None: none.
     allowed_hosts: names in the `Host` header that are answered, so that no foreign page reaches a server on this machine through a
         name of its own. Empty: all. allowed_origins: pages of these origins may call; a browser's other pages are refused.
-    max_body_bytes: the largest body. read_timeout_s: seconds for a whole body. send_timeout_s: how long a reader may take nothing.
+    max_body_bytes: the largest body; max_total_body_bytes: of all that are being read. read_timeout_s: seconds for a whole body.
+    send_timeout_s: how long a reader may take nothing.
     tool_call_parser: how the model writes that it calls a tool: "hermes", "llama3_json" or "mistral". None: as its chat template says.
     max_stored_responses: how many answers of /v1/responses are kept, for `previous_response_id` and for who asks for them again.
     log_requests: log each request's prompt and parameters.
@@ -32,6 +34,7 @@ class ServerSettings:
     allowed_hosts: Sequence[str] = ()
     allowed_origins: Sequence[str] = ()
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    max_total_body_bytes: int = DEFAULT_MAX_TOTAL_BODY_BYTES
     read_timeout_s: float = 30.0
     send_timeout_s: float = 60.0
     tool_call_parser: str | None = None
@@ -46,6 +49,10 @@ class ServerSettings:
             raise ConfigError("the API key must have at least 8 printable ASCII characters")
         if self.max_body_bytes < 1024:
             raise ConfigError(f"max_body_bytes must be at least 1024, got {self.max_body_bytes}")
+        if self.max_total_body_bytes < self.max_body_bytes:
+            raise ConfigError(
+                f"max_total_body_bytes must be at least max_body_bytes ({self.max_body_bytes}), got {self.max_total_body_bytes}"
+            )
         if self.tool_call_parser is not None and self.tool_call_parser not in FORMATS:
             raise ConfigError(f"tool_call_parser must be one of {', '.join(FORMATS)}, got {self.tool_call_parser!r}")
         if self.max_stored_responses < 0:

@@ -100,6 +100,8 @@ class EventStream(Response):
                         watch.end()
                 except (AioEngineError, RequestError) as exc:
                     await send({"type": "http.response.body", "body": self._describe(exc), "more_body": True})
+                except OSError:
+                    raise
                 except Exception as exc:
                     logger.exception("a stream failed")
                     await send({"type": "http.response.body", "body": self._describe(exc), "more_body": True})

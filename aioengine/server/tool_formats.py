@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from aioengine.engine.detokenizer import TextTokenizer
+from aioengine.engine.outputs.detokenizer import TextTokenizer
 from aioengine.server.tool_calls import CallScanner, MakeId, Piece, TextPiece, long_id, short_id
 
 _SPACE = " \t\r\n"

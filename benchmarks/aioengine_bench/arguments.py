@@ -14,10 +14,12 @@ from aioengine_bench.flags import (
     add_dataset_options,
     add_load_options,
     add_metric_options,
+    add_remote_options,
     add_sampling_options,
     add_save_options,
     arrival_process,
     dataset_spec,
+    remote_spec,
     sampling_spec,
 )
 from aioengine_bench.options import add_options, given, refuse_unused
@@ -137,8 +139,10 @@ def _add_serve(commands: Any, host: Host) -> None:
   aioengine bench serve --dataset-name text --request-rate 2 --num-prompts 100
   aioengine bench serve --max-concurrency 8 --num-prompts 64 --input-len 128 --goodput ttft:500 tpot:80
   aioengine bench serve --dataset-name burst --burst-size 8 --burst-interval 5 --save-result --save-detailed
+  aioengine bench serve --base-url http://127.0.0.1:8000 --workload mixed      a server, with the tokenizer of --model
 """,
     )
+    add_remote_options(parser)
     add_options(parser, ServeSettings)
     add_load_options(parser)
     add_metric_options(parser)
@@ -164,6 +168,7 @@ def serve_settings(args: argparse.Namespace, host: Host) -> ServeSettings:
         arrivals=arrival_process(args),
         sampling=sampling_spec(args),
         save=save_options(args),
+        remote=remote_spec(args),
         publish=host.publish_options(args),
     )
 

@@ -15,11 +15,15 @@ from aioengine_bench.specs import SamplingSpec
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Content that arrived together. `num_tokens` may be 0 when only text came (what was held back at the end)."""
+    """Content that arrived together. `num_tokens` may be 0 when only text came (what was held back at the end).
+
+    time: when it arrived, in seconds of `time.perf_counter()`, where the client knows better than who receives this.
+    """
 
     num_tokens: int
     text: str = ""
     num_cached_tokens: int = 0
+    time: float | None = None
 
 
 class RequestAborted(Exception):

@@ -18,9 +18,11 @@ from aioengine_bench.specs import (
     METRIC,
     RESULT,
     SAMPLING,
+    SERVER,
     DatasetName,
     DatasetSpec,
     PrefixRepetition,
+    RemoteSpec,
     SamplingSpec,
     SaveOptions,
 )
@@ -125,3 +127,27 @@ def _chooses_rates(args: argparse.Namespace) -> bool:
 
 def add_metric_options(parser: argparse.ArgumentParser) -> None:
     add_options(parser, ServeSettings, group=METRIC)
+
+
+def add_remote_options(parser: argparse.ArgumentParser) -> None:
+    add_options(parser, RemoteSpec, group=SERVER)
+
+
+_KEPT_ENGINE_OPTIONS = ("engine_tokenizer",)
+
+
+def remote_spec(args: argparse.Namespace) -> RemoteSpec | None:
+    """The server to measure; None: none. Raises ConfigError for options that would do nothing."""
+    values = given(args, RemoteSpec)
+    if "base_url" not in values:
+        if values:
+            refuse_unused(args, ("backend", "endpoint", "served_model_name", "send_text"), "needs --base-url")
+        return None
+    for name in vars(args):
+        if name.startswith("engine_") and name not in _KEPT_ENGINE_OPTIONS:
+            flag = name.removeprefix("engine_").replace("_", "-")
+            raise ConfigError(f"--{flag} is a setting of an engine in this process: it has no effect on the server at --base-url")
+    refuse_unused(args, ("record", "events"), "shows an engine in this process: it has no effect with --base-url")
+    if args.send_text and args.backend == "openai-chat":
+        raise ConfigError("--send-text has no effect on --backend openai-chat, which always sends text")
+    return RemoteSpec(**values)

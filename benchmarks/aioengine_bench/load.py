@@ -114,7 +114,7 @@ class LoadGenerator:
         chunks = self._client.send(request, request_id=f"{self._request_id_prefix}{index}")
         try:
             async for chunk in chunks:
-                progress.chunk_times.append(time.perf_counter())
+                progress.chunk_times.append(time.perf_counter() if chunk.time is None else chunk.time)
                 progress.chunk_sizes.append(chunk.num_tokens)
                 progress.text.append(chunk.text)
                 progress.num_cached_tokens = chunk.num_cached_tokens

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any
 
+from aioengine.config import EngineConfig
 from aioengine.engine.async_engine import AsyncEngine
+from aioengine.engine.outputs.detokenizer import TextTokenizer
 from aioengine.errors import AioEngineError, ConfigError
 from aioengine_bench import console
 from aioengine_bench.arrivals import ArrivalProcess
 from aioengine_bench.client import Client, EngineClient
 from aioengine_bench.datasets import BenchRequest, check_lengths, load_dataset
 from aioengine_bench.host import Host
+from aioengine_bench.http_client import HttpClient, list_models
 from aioengine_bench.load import LoadGenerator, LoadResult
 from aioengine_bench.metrics import details, percentile_name, summarize
 from aioengine_bench.results import check_saving, environment, file_name, save_result, timestamp, with_metadata
 from aioengine_bench.settings import ServeSettings
+from aioengine_bench.specs import RemoteSpec
 
 BACKEND = "aioengine"
 
@@ -68,8 +73,8 @@ def make_result(
     )
     result: dict[str, Any] = {
         "date": date,
-        "endpoint_type": BACKEND,
-        "backend": BACKEND,
+        "endpoint_type": settings.backend,
+        "backend": settings.backend,
         "label": settings.save.label,
         "model_id": settings.config.model,
         "tokenizer_id": settings.config.tokenizer or settings.config.model,
@@ -128,6 +133,8 @@ def engine_settings(engine: AsyncEngine) -> dict[str, Any]:
 
 async def serve(settings: ServeSettings, host: Host) -> bool:
     """Run, print, save. True if it was interrupted: the result, saved all the same, is partial. Raises ConfigError."""
+    if settings.remote is not None:
+        return await serve_remote(settings, settings.remote)
     date = timestamp()
     check_saving(settings.save, result_keys(settings), default_name=default_file_name(settings, date))
     async with host.started_engine(settings.config, settings.publish) as engine:
@@ -146,6 +153,58 @@ async def serve(settings: ServeSettings, host: Host) -> bool:
     report(settings, result)
     check_some_completed(result, "serve")
     return load.interrupted
+
+
+async def serve_remote(settings: ServeSettings, remote: RemoteSpec) -> bool:
+    """As `serve`, of a server behind OpenAI's API."""
+    date = timestamp()
+    check_saving(settings.save, [*result_keys(settings), "base_url", "endpoint"], default_name=default_file_name(settings, date))
+    card = choose_model(await list_models(remote), remote)
+    tokenizer, vocab_size = await asyncio.to_thread(load_tokenizer_of, settings.config)
+    requests = load_dataset(settings.dataset, tokenizer, vocab_size=vocab_size)
+    if isinstance(max_model_len := card.get("max_model_len"), int):
+        check_lengths(requests, max_model_len)
+    times = due_times(settings, requests)
+    client = HttpClient(remote, model=card["id"], sampling=settings.sampling, tokenizer=tokenizer)
+    try:
+        await warm_up(client, requests, settings.num_warmups)
+        load = await run_load(settings, client, requests)
+    finally:
+        await client.close()
+    rps_changes = settings.arrivals.rps_changes(times)
+    result = make_result(settings, load, num_requests=len(requests), date=date, rps_changes=rps_changes) | {
+        "model_id": card["id"],
+        "num_preemptions": None,
+        "engine": {},
+        "environment": environment(),
+        "base_url": remote.base_url,
+        "endpoint": remote.path,
+    }
+    report(settings, result)
+    check_some_completed(result, f"serve {remote.base_url}")
+    return load.interrupted
+
+
+def choose_model(cards: Sequence[dict[str, Any]], remote: RemoteSpec) -> dict[str, Any]:
+    """The entry of `/v1/models` that is asked for. Raises ConfigError naming those there are."""
+    for card in cards:
+        if isinstance(card.get("id"), str) and remote.model in ("", card["id"]):
+            return card
+    names = ", ".join(str(card.get("id")) for card in cards) or "none"
+    raise ConfigError(f"{remote.base_url} does not serve {remote.model!r}; it serves {names}")
+
+
+def load_tokenizer_of(config: EngineConfig) -> tuple[TextTokenizer, int]:
+    """And the size of its vocabulary. The model "fake" is that of `aioengine serve --fake`. Raises ModelError."""
+    if config.model == "fake":
+        from aioengine.testing import FakeTokenizer
+
+        return FakeTokenizer(), FakeTokenizer.vocab_size
+    from aioengine.checkpoint.tokenizer import load_tokenizer
+    from aioengine.models.info import read_model_info, resolve_model
+
+    files = resolve_model(config.tokenizer or config.model)
+    return load_tokenizer(files.folder), read_model_info(files).vocab_size
 
 
 def report(settings: ServeSettings, result: dict[str, Any]) -> None:
@@ -167,4 +226,4 @@ def default_file_name(settings: ServeSettings, date: str) -> str:
     """vLLM's pattern: {label}-{rate}qps[-concurrencyN]-{model}-{date}.json."""
     concurrency = f"concurrency{settings.max_concurrency}" if settings.max_concurrency is not None else ""
     model = settings.config.model.rstrip("/").rsplit("/", 1)[-1]
-    return file_name([settings.save.label or BACKEND, f"{settings.arrivals.request_rate:g}qps", concurrency, model], date)
+    return file_name([settings.save.label or settings.backend, f"{settings.arrivals.request_rate:g}qps", concurrency, model], date)

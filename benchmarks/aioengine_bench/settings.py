@@ -18,7 +18,7 @@ from aioengine.errors import ConfigError
 from aioengine_bench.arrivals import ArrivalProcess
 from aioengine_bench.metrics import METRICS, SLO_METRICS
 from aioengine_bench.options import option
-from aioengine_bench.specs import LOAD, METRIC, DatasetSpec, SamplingSpec, SaveOptions, WorkloadName, progress_option
+from aioengine_bench.specs import LOAD, METRIC, DatasetSpec, RemoteSpec, SamplingSpec, SaveOptions, WorkloadName, progress_option
 
 _DEFAULT_FOLDER = "sweep"
 
@@ -103,7 +103,10 @@ def parse_percentiles(text: str) -> list[float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSettings:
-    """slo_ms: limits in milliseconds by metric name, for goodput. num_warmups: requests sent before, not counted."""
+    """slo_ms: limits in milliseconds by metric name, for goodput. num_warmups: requests sent before, not counted.
+
+    remote: a server to measure; None: an engine in this process, with `config`. Of `config` a remote server takes the tokenizer alone.
+    """
 
     config: EngineConfig
     dataset: DatasetSpec
@@ -130,6 +133,11 @@ class ServeSettings:
     publish: PublishOptions = field(default_factory=PublishOptions)
     disable_progress: bool = progress_option()
     request_id_prefix: str = option("bench-", "of the request ids", metavar="TEXT")
+    remote: RemoteSpec | None = None
+
+    @property
+    def backend(self) -> str:
+        return "aioengine" if self.remote is None else self.remote.backend
 
     def __post_init__(self) -> None:
         if self.max_concurrency is not None and self.max_concurrency < 1:

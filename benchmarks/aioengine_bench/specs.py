@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
+from urllib.parse import urlsplit
 
 from aioengine.errors import ConfigError
 from aioengine_bench.options import option
@@ -20,7 +21,13 @@ DATASET_NAMES: tuple[DatasetName, ...] = get_args(DatasetName)
 WORKLOADS: tuple[WorkloadName, ...] = get_args(WorkloadName)
 
 # The titles that the options stand under.
-RESULT, SAMPLING, DATASET, LOAD, METRIC = (f"{name} options" for name in ("result", "sampling", "dataset", "load", "metric"))
+RESULT, SAMPLING, DATASET, LOAD, METRIC, SERVER = (
+    f"{name} options" for name in ("result", "sampling", "dataset", "load", "metric", "server")
+)
+
+Backend = Literal["openai", "openai-chat"]
+ENDPOINTS: dict[Backend, str] = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+KEY_VARIABLE = "OPENAI_API_KEY"
 
 
 def parse_metadata(items: Iterable[str]) -> dict[str, str]:
@@ -149,3 +156,43 @@ class PrefixRepetition:
 def progress_option() -> Any:
     """A field for those that show a bar."""
     return option(False, "no progress bar (there is none where stderr is no terminal)", "--disable-tqdm", group=RESULT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteSpec:
+    """A server to measure, in place of an engine in this process. Raises ConfigError."""
+
+    base_url: str = option(
+        "",
+        f"measure a server behind OpenAI's API, not an engine in this process; its key: {KEY_VARIABLE}",
+        metavar="URL",
+        unset="",
+        group=SERVER,
+    )
+    backend: Backend = option("openai", "completions or chat", group=SERVER)
+    endpoint: str = option("", "path of the requests", metavar="PATH", unset="the backend's, such as /v1/completions", group=SERVER)
+    model: str = option("", "the model's name there", "--served-model-name", metavar="NAME", unset="the first that it lists", group=SERVER)
+    send_text: bool = option(False, "send completions' prompts as text", unset="as token ids", group=SERVER)
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.base_url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"the base URL must be http://HOST[:PORT] or https://..., got {self.base_url!r}")
+        if parts.username or parts.password:
+            raise ConfigError(f"the base URL must hold no password, which results would show: put the key into {KEY_VARIABLE}")
+        if self.endpoint and not self.endpoint.startswith("/"):
+            raise ConfigError(f"the endpoint must begin with /, got {self.endpoint!r}")
+
+    @property
+    def path(self) -> str:
+        """Where requests go. A base URL that ends in /v1, as other tools take it, means the same server."""
+        prefix = urlsplit(self.base_url).path.rstrip("/")
+        endpoint = self.endpoint or ENDPOINTS[self.backend]
+        if prefix.endswith("/v1") and endpoint.startswith("/v1/"):
+            prefix = prefix.removesuffix("/v1")
+        return prefix + endpoint
+
+    @property
+    def models_path(self) -> str:
+        return urlsplit(self.base_url).path.rstrip("/").removesuffix("/v1") + "/v1/models"

@@ -19,7 +19,7 @@ from aioengine.commands.runtime import run, started_engine
 from aioengine.commands.termination import drained_on_sigterm
 from aioengine.config import EngineConfig
 from aioengine.engine.async_engine import AsyncEngine
-from aioengine.engine.publishing import PublishOptions
+from aioengine.engine.publish_options import PublishOptions
 from aioengine.testing import FakeExecutor, FakeTokenizer
 
 def fake(config, **options):

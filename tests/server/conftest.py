@@ -75,8 +75,9 @@ class Served:
 
     @property
     def num_used_blocks(self) -> int:
-        assert self.engine._core is not None
-        pool = self.engine._core.scheduler.kv_cache_manager.block_pool
+        parts = self.engine._life.parts
+        assert parts is not None
+        pool = parts.core.scheduler.kv_cache_manager.block_pool
         return pool.num_blocks - 1 - pool.num_free_blocks
 
 
@@ -119,8 +120,9 @@ async def served() -> AsyncIterator[Served]:
     """With the default options; nothing may be left over at the end."""
     async with _serve() as served:
         yield served
-        core = served.engine._core
-        assert core is not None
+        parts = served.engine._life.parts
+        assert parts is not None
+        core = parts.core
         await until(lambda: core.is_idle)
         check_idle(core.scheduler)
         assert served.executor.req_ids == set()

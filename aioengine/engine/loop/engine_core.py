@@ -15,6 +15,7 @@ from aioengine.core.scheduler import Scheduler
 from aioengine.core.scheduler_output import SchedulerOutput, SchedulerStats
 from aioengine.engine.loop.core_events import CoreEvents, describe
 from aioengine.engine.loop.engine_snapshot import TextSource
+from aioengine.engine.loop.request_times import RequestTimes
 from aioengine.engine.loop.step_gate import StepGate, StepWaiter
 from aioengine.engine.loop.step_in_flight import StepInFlight, StepWatchdog
 from aioengine.engine.loop.step_sampler import StepSampler
@@ -69,6 +70,7 @@ class EngineCore:
         step_timeout_s: float | None = None,
         text_source: TextSource | None = None,
         structured_output: StructuredOutputManager | None = None,
+        times: RequestTimes | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
@@ -78,6 +80,7 @@ class EngineCore:
         self._check_invariants = check_invariants
         self._events = CoreEvents(scheduler, bus, text_source=text_source)
         self._structured_output = structured_output
+        self._times = times if times is not None else RequestTimes()
         self._sampler = StepSampler(executor, scheduler, structured_output=structured_output)
 
         self._in_flight: deque[StepInFlight] = deque()
@@ -155,6 +158,7 @@ class EngineCore:
         if grammar is not None:
             assert self._structured_output is not None
             self._structured_output.add(request.request_id, grammar, request.sampling_params)
+        self._times.note_added(request.request_id, arrival_time=request.arrival_time, now=time.perf_counter())
         self._events.note_added(request, prompt=prompt)
         self._wake_up.set()
 
@@ -274,6 +278,7 @@ class EngineCore:
         schedule_start = time.perf_counter()
         output = self.scheduler.schedule()
         schedule_end = time.perf_counter()
+        self._times.note_schedule(output, stop=self.scheduler.admission_stop, now=schedule_start)
         if output is None:
             return False
         self._current = output

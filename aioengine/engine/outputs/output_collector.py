@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 
+from aioengine.engine.loop.request_times import RequestSchedule
 from aioengine.errors import EngineDeadError
 from aioengine.outputs import CompletionHistory, CompletionOutput, FinishReason, RequestMetrics, RequestOutput, TokenLogprobs
 from aioengine.sampling_params import RequestOutputKind
@@ -107,6 +108,16 @@ class OutputCollector:
         """A token was sampled, even if nothing of it may be shown yet."""
         if self._metrics.first_token_time is None:
             self._metrics = replace(self._metrics, first_token_time=now)
+
+    def note_schedule(self, schedule: RequestSchedule | None) -> None:
+        """When the first continuation was scheduled, what it waited for, and for how long it stood preempted."""
+        if schedule is not None:
+            self._metrics = replace(
+                self._metrics,
+                scheduled_time=schedule.scheduled_time,
+                waits=schedule.waits,
+                preemptions=schedule.preemptions,
+            )
 
     def note_draft_tokens(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
         """A step checked draft tokens for one of the continuations."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from aioengine.engine.loop.engine_core import RequestEnd
+from aioengine.engine.loop.request_times import RequestTimes
 from aioengine.engine.outputs.detokenizer import Detokenizer, TextTokenizer
 from aioengine.engine.outputs.output_collector import OutputCollector
 from aioengine.engine.outputs.token_text import TokenTexts
@@ -76,12 +77,18 @@ class OutputProcessor:
     """
 
     def __init__(
-        self, tokenizer: TextTokenizer | None, *, clock: Callable[[], float] = time.perf_counter, publish_text: bool = False
+        self,
+        tokenizer: TextTokenizer | None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        publish_text: bool = False,
+        times: RequestTimes | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._token_texts: TokenTexts | None = None  # from the first request on that wants logprobs
         self._clock = clock
         self._publish_text = publish_text
+        self._times = times if times is not None else RequestTimes()
         self._new_text: dict[str, str] = {}  # for observers, of the step at hand
         self._live: dict[str, _LiveRequest] = {}
         self._streams: dict[str, _Stream] = {}  # by the user's id; one stays until all of its continuations have ended
@@ -161,10 +168,14 @@ class OutputProcessor:
             stream.collector.fail(error)
         self._live.clear()
         self._streams.clear()
+        self._times.clear()
 
     def _remove(self, scheduled_id: str) -> _LiveRequest | None:
         live = self._live.pop(scheduled_id, None)
         if live is not None:
+            schedule = self._times.take(scheduled_id, now=self._clock())
+            if live.index == 0:
+                live.collector.note_schedule(schedule)
             stream = live.stream
             del stream.live_ids[scheduled_id]
             if not stream.live_ids:
@@ -289,6 +300,8 @@ class OutputProcessor:
         if output.new_token_ids:
             live.has_token = True
             live.collector.note_first_token(now)
+            if live.index == 0:
+                live.collector.note_schedule(self._times.look_up(output.request_id, now=now))
 
 
 def _detokenize(detokenizer: Detokenizer, token_ids: Sequence[int], finish_reason: FinishReason | None) -> tuple[str | None, int]:
