@@ -85,6 +85,8 @@ def test_the_state_agrees_with_the_engines_own_counts_after_every_event(run: Run
             assert set(info.owners) == owners.get(block_id, set())
             assert info.ref_cnt == len(info.owners)
             assert info.is_cached == (block_id in snapshot.cached_block_ids)
+            free = "cached" if info.is_cached else "free"
+            assert info.state == (free, "used", "shared")[min(info.ref_cnt, 2)]
             if info.is_cached:
                 assert info.block_hash == snapshot.cached_block_hashes[snapshot.cached_block_ids.index(block_id)]
         assert state.blocks.num_shared == sum(len(names) > 1 for names in owners.values())
