@@ -68,6 +68,10 @@ def test_the_state_agrees_with_the_engines_own_counts_after_every_event(run: Run
         assert sum(row.state == "running" for row in rows) == stats.num_running_reqs
         assert sum(row.state == "preempted" for row in rows) == stats.num_preempted_reqs
         assert sum(row.state == "waiting" for row in rows) == stats.num_waiting_reqs - stats.num_preempted_reqs
+        gauges = state.gauges()
+        assert gauges.num_waiting == sum(row.state == "waiting" for row in rows)
+        assert gauges.num_preempted == sum(row.state == "preempted" for row in rows)
+        assert gauges.num_running == sum(row.state == "running" for row in rows)
         assert {row.request_id: row.told_in_step or 0 for row in rows if row.state == "cleaning_up"} == snapshot.lingering
         for request in snapshot.requests:
             row = state.requests[request.request_id]
@@ -85,6 +89,8 @@ def test_the_state_agrees_with_the_engines_own_counts_after_every_event(run: Run
             assert set(info.owners) == owners.get(block_id, set())
             assert info.ref_cnt == len(info.owners)
             assert info.is_cached == (block_id in snapshot.cached_block_ids)
+            free = "cached" if info.is_cached else "free"
+            assert info.state == (free, "used", "shared")[min(info.ref_cnt, 2)]
             if info.is_cached:
                 assert info.block_hash == snapshot.cached_block_hashes[snapshot.cached_block_ids.index(block_id)]
         assert state.blocks.num_shared == sum(len(names) > 1 for names in owners.values())
