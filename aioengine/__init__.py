@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from aioengine.config import EngineConfig
     from aioengine.core.scheduler_output import SchedulerOutput
     from aioengine.engine.async_engine import AsyncEngine
+    from aioengine.engine.output_stream import OutputStream
     from aioengine.errors import (
         AioEngineError,
         ConfigError,
@@ -37,6 +38,7 @@ _MODULES = {
     "EngineOverloadedError": "aioengine.errors",
     "InvalidRequestError": "aioengine.errors",
     "ModelError": "aioengine.errors",
+    "OutputStream": "aioengine.engine.output_stream",
     "RepetitionDetectionParams": "aioengine.sampling_params",
     "RequestMetrics": "aioengine.outputs",
     "RequestOutput": "aioengine.outputs",
@@ -60,6 +62,7 @@ __all__ = [
     "EngineOverloadedError",
     "InvalidRequestError",
     "ModelError",
+    "OutputStream",
     "RepetitionDetectionParams",
     "RequestMetrics",
     "RequestOutput",

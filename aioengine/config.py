@@ -7,26 +7,30 @@ later (the number of KV blocks) is an argument to whoever needs it and never wri
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from aioengine.errors import ConfigError
 from aioengine.values import flag, listed, number, shorten, surrogate_at, text, whole
 
+logger = logging.getLogger(__name__)
+
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceType = Literal["cpu", "cuda"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 Weights = Literal["auto", "dense", "exact", "fast"]
-KvCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
+KvCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"]
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
-_DEVICES = ("auto", "cpu", "cuda")
 _POLICIES = ("fcfs", "priority")
 _LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 _WEIGHTS = ("auto", "dense", "exact", "fast")
-_KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
+_KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "fp8")
+_MAX_GPU_MEMORY_UTILIZATION = 0.97  # the driver, libraries and the allocator's gaps need the rest while serving
 _DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 # A chunk of this size keeps one step of a 135M model under a second on two cores, so that others keep streaming.
 _DEFAULT_MAX_NUM_BATCHED_TOKENS_CPU = 512
@@ -67,6 +71,7 @@ class SchedulerConfig:
     num_speculative_tokens: int = 0
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
+    fit_max_model_len: bool = False  # the user left max_model_len open: it becomes what the KV cache holds, if that is less
 
     @property
     def max_concurrent_batches(self) -> int:
@@ -98,6 +103,7 @@ class CacheConfig:
 class WorkerConfig:
     device: DeviceType
     dtype: str
+    device_index: int | None = None  # of several GPUs; None: the current one
     kv_cache_dtype: str = "float32"
     weights: Literal["dense", "exact", "fast"] = "dense"
     allow_dense: bool = False  # the user left `weights` open: dense if the machine or the model does not allow the others
@@ -120,6 +126,17 @@ class ResolvedConfig:
     seed: int | None
     check_invariants: bool
 
+    def fitted(self, num_kv_cache_blocks: int) -> ResolvedConfig:
+        """With max_model_len="auto" as long as a request can be in a cache of that many blocks, the null block included.
+
+        A length or a number of blocks that the user gave stays as it is.
+        """
+        scheduler, cache = self.scheduler, self.cache
+        num_tokens = (num_kv_cache_blocks - 1) * cache.block_size
+        if not scheduler.fit_max_model_len or cache.num_kv_cache_blocks is not None or num_tokens >= scheduler.max_model_len:
+            return self
+        return dataclasses.replace(self, scheduler=dataclasses.replace(scheduler, max_model_len=num_tokens))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -127,15 +144,18 @@ class EngineConfig:
 
     model: a built-in alias ("smollm2"), a local folder, a `.gguf` file, or a Hugging Face repository id.
     tokenizer: a folder or repository to take the tokenizer from, when it is not the model's own.
-    dtype: of weights and activations. auto: float32 on CPU, the checkpoint's own on CUDA.
-    device: auto takes CUDA if there is one.
+    dtype: of weights and activations. auto: float32 on CPU; on CUDA the checkpoint's own, but bfloat16 for float32 ones, which
+        would take twice the memory and several times the time.
+    device: "cpu", "cuda" or, of several GPUs, "cuda:1"; auto takes CUDA if there is one.
     weights: how the CPU multiplies. exact: on weights as packed in the checkpoint: float32 ones in float32, quantized ones
         with activations of 16 bits (some 1e-5 from float32). fast: with those of the layers rounded to 8 bits, but for the
         groups that stand out of their row. dense: dequantized, with PyTorch's own kernels: the reference. auto, if `dtype`
         was left to the engine: fast for a quantized model, exact for others, dense where neither is possible. CUDA is
         always dense.
-    kv_cache_dtype: of the stored keys and values. auto: the dtype, but float16 with fast weights.
-    max_model_len: prompt and output together, in tokens. auto: the model's own limit.
+    kv_cache_dtype: of the stored keys and values. auto: the dtype, but float16 with fast weights. int8: on the CPU. fp8 (e4m3,
+        unscaled): half the memory of bfloat16, on GPUs of compute capability 8.9.
+    max_model_len: prompt and output together, in tokens. auto: the model's own limit, or what the memory of the KV cache holds
+        of one request if that is less; the log says so. A number that does not fit is an error.
     max_num_seqs: requests that run at once. max_num_batched_tokens: tokens of one step.
     enable_chunked_prefill: split prompts that do not fit into a step's budget.
     long_prefill_token_threshold: while others run or wait, no request takes more tokens of one step than this; 0: no limit.
@@ -143,7 +163,7 @@ class EngineConfig:
     async_scheduling: schedule the next step while the current one runs. False: one step at a time, same tokens.
     block_size: tokens a KV block. num_kv_cache_blocks: how many, the null block included; auto: from memory.
     kv_cache_memory_bytes: most memory the KV cache may take on CPU (auto: 1 GiB, or half of what is free if less).
-    gpu_memory_utilization: share of the GPU's memory for weights, activations and KV cache together.
+    gpu_memory_utilization: share of the GPU's memory for weights, activations and KV cache together, at most 0.97.
     enable_prefix_caching: reuse the KV blocks of equal prompt prefixes. prefix_caching_seed: fixes the block hashes.
     zero_new_blocks: clear KV blocks before use. No attention backend here needs it: none reads a slot that was not written.
     attention_backend: a registered backend's name; auto takes the first that fits.
@@ -165,10 +185,10 @@ class EngineConfig:
     model: str = "smollm2"
     tokenizer: str | None = None
     dtype: Dtype = "auto"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: str = "auto"
     weights: Weights = "auto"
     kv_cache_dtype: KvCacheDtype = "auto"
-    max_model_len: int | None = None
+    max_model_len: int | Literal["auto"] | None = "auto"
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None
     enable_chunked_prefill: bool = True
@@ -199,10 +219,13 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
             _one_of(name, getattr(self, name), allowed)
+        _check_device(self.device)
         for name in _FLAGS:
             object.__setattr__(self, name, _flag(name, getattr(self, name)))
         for name, (least, most, optional) in _WHOLE_RANGES.items():
             value = getattr(self, name)
+            if name == "max_model_len" and value == "auto":
+                continue
             object.__setattr__(self, name, None if optional and value is None else _whole(name, value, least=least, most=most))
         for name, optional in _TEXTS.items():
             value = getattr(self, name)
@@ -225,8 +248,11 @@ class EngineConfig:
                 raise ConfigError(f"step_timeout_s must be > 0 and finite, or None, got {shorten(self.step_timeout_s)}")
             object.__setattr__(self, "step_timeout_s", seconds)
         share = number(self.gpu_memory_utilization)
-        if share is None or not 0 < share <= 1:
-            raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {shorten(self.gpu_memory_utilization)}")
+        if share is None or not 0 < share <= _MAX_GPU_MEMORY_UTILIZATION:
+            raise ConfigError(
+                f"gpu_memory_utilization must be in (0, {_MAX_GPU_MEMORY_UTILIZATION}], got {shorten(self.gpu_memory_utilization)}: "
+                "the driver and libraries take memory while serving"
+            )
         object.__setattr__(self, "gpu_memory_utilization", share)
 
     @classmethod
@@ -245,9 +271,10 @@ class EngineConfig:
 
         Raises ConfigError where settings contradict each other or the model.
         """
-        device: DeviceType = ("cuda" if cuda_available else "cpu") if self.device == "auto" else self.device
+        name, _, index = self.device.partition(":")
+        device: DeviceType = "cuda" if name == "cuda" or (name == "auto" and cuda_available) else "cpu"
         if device == "cuda" and not cuda_available:
-            raise ConfigError('device="cuda" was asked for, but PyTorch finds no CUDA device')
+            raise ConfigError(f'device="{self.device}" was asked for, but PyTorch finds no CUDA device')
         if device == "cuda" and self.num_speculative_tokens:
             raise ConfigError(f"num_speculative_tokens ({self.num_speculative_tokens}) is for the CPU; on cuda leave it at 0")
         return ResolvedConfig(
@@ -258,11 +285,11 @@ class EngineConfig:
                 enable_prefix_caching=self.enable_prefix_caching,
                 prefix_caching_seed=self.prefix_caching_seed,
                 num_kv_cache_blocks=self.num_kv_cache_blocks,
-                kv_cache_memory_bytes=self.kv_cache_memory_bytes or min(_DEFAULT_CPU_KV_CACHE_BYTES, free_memory_bytes // 2),
+                kv_cache_memory_bytes=self.kv_cache_memory_bytes or default_kv_cache_bytes(free_memory_bytes),
                 gpu_memory_utilization=self.gpu_memory_utilization,
                 zero_new_blocks=self.zero_new_blocks,
             ),
-            worker=self._resolve_worker(model, device),
+            worker=self._resolve_worker(model, device, device_index=int(index) if index else None),
             admission=AdmissionConfig(
                 max_num_queued_reqs=self.max_num_queued_reqs,
                 max_num_queued_tokens=self.max_num_queued_tokens,
@@ -272,7 +299,7 @@ class EngineConfig:
             check_invariants=_checks_by_environment() if self.check_invariants is None else self.check_invariants,
         )
 
-    def _resolve_worker(self, model: ModelInfo, device: DeviceType) -> WorkerConfig:
+    def _resolve_worker(self, model: ModelInfo, device: DeviceType, *, device_index: int | None) -> WorkerConfig:
         dtype = self._resolve_dtype(model, device)
         weights = self._resolve_weights(model, device)
         allow_dense = self.weights == "auto" and weights != "dense"
@@ -285,6 +312,7 @@ class EngineConfig:
             attention_backend = "torch_paged" if weights == "dense" else "cpu_paged"
         return WorkerConfig(
             device=device,
+            device_index=device_index,
             dtype=dtype,
             kv_cache_dtype=kv_cache_dtype,
             weights=weights,
@@ -311,11 +339,17 @@ class EngineConfig:
     def _resolve_dtype(self, model: ModelInfo, device: DeviceType) -> str:
         if self.dtype != "auto":
             return self.dtype
-        return "float32" if device == "cpu" else model.dtype
+        if device == "cpu":
+            return "float32"
+        if model.dtype == "float32":
+            logger.warning('%s is stored in float32 and runs in bfloat16 on CUDA; dtype="float32" keeps it', model.name)
+            return "bfloat16"
+        return model.dtype
 
     def _resolve_scheduler(self, model: ModelInfo, device: DeviceType) -> SchedulerConfig:
         limit = model.max_position_embeddings
-        max_model_len = limit if self.max_model_len is None else self.max_model_len
+        is_auto = self.max_model_len is None or self.max_model_len == "auto"
+        max_model_len = limit if self.max_model_len is None or self.max_model_len == "auto" else self.max_model_len
         if max_model_len > limit:
             raise ConfigError(f"max_model_len {max_model_len} exceeds the {limit} positions of {model.name}")
         default = _DEFAULT_MAX_NUM_BATCHED_TOKENS if device == "cuda" else _DEFAULT_MAX_NUM_BATCHED_TOKENS_CPU
@@ -351,12 +385,17 @@ class EngineConfig:
             num_speculative_tokens=self.num_speculative_tokens,
             prompt_lookup_min=self.prompt_lookup_min,
             prompt_lookup_max=self.prompt_lookup_max,
+            fit_max_model_len=is_auto,
         )
+
+
+def default_kv_cache_bytes(free_memory_bytes: int) -> int:
+    """Most memory for the KV cache on a CPU if the user gives no number."""
+    return min(_DEFAULT_CPU_KV_CACHE_BYTES, free_memory_bytes // 2)
 
 
 _CHOICES = {
     "dtype": _DTYPES,
-    "device": _DEVICES,
     "weights": _WEIGHTS,
     "kv_cache_dtype": _KV_CACHE_DTYPES,
     "scheduling_policy": _POLICIES,
@@ -420,3 +459,8 @@ def _checks_by_environment() -> bool:
     if given not in ("", "0", "1"):
         raise ConfigError(f"the environment variable AIOENGINE_CHECK must be 1 or 0, got {given!r}")
     return given == "1"
+
+
+def _check_device(device: object) -> None:
+    if not isinstance(device, str) or not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", device):
+        raise ConfigError(f'device must be auto, cpu, cuda or one of several GPUs, such as "cuda:1"; got {shorten(device)}')

@@ -74,7 +74,7 @@ def _dead_end(free: set[int], bad_words: Sequence[Sequence[int]], *, ends: set[i
     seen: set[frozenset[tuple[int, ...]]] = set()
     for num_tokens in range(min(max_tokens or _MAX_FOLLOWED_STEPS, _MAX_FOLLOWED_STEPS)):
         following: set[tuple[int, ...]] = set()
-        for state in states:
+        for state in sorted(states):
             for token_id in ordered:
                 if token_id in ends and num_tokens < min_tokens:
                     continue

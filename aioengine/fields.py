@@ -13,7 +13,7 @@ from aioengine.errors import InvalidRequestError
 from aioengine.values import shorten
 
 MAX_JSON_DEPTH = 200  # levels: what encoders and parsers that go down by recursion can take
-MAX_JSON_VALUES = 1 << 18
+MAX_JSON_VALUES = 1 << 16  # a tenth of a second of the caller's time
 MAX_JSON_INTEGER_BITS = 4096  # Python itself refuses to write integers of more than 4300 digits
 _SURROGATE_ESCAPE = "\\ud"
 

@@ -10,7 +10,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TextIO
 
 PROSE = "\n\t\u200c\u200d"
 """What a text of several lines may keep: its lines, its tabs, and the joiners that scripts and emoji are spelt with."""
@@ -44,6 +44,23 @@ def printable_json(value: Any, *, indent: int | None = None) -> str:
 
 def _json_escape(char: str) -> str:
     return json.dumps(char)[1:-1]
+
+
+class PrintableStream:
+    """Text for people on its way to `stream`: lines stay, the rest is filtered."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(printable(text, keep=PROSE))
+        return len(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
 
 
 # ---------------------------------------------------------------------------------------------------- logs

@@ -1,4 +1,4 @@
-"""A long run under random load; see `aioengine_bench.soak`.
+"""A long run under random load; see `aioengine_bench.random_load`.
 
     python benchmarks/soak.py --minutes 30
     python benchmarks/soak.py --minutes 30 --model smollm2
@@ -22,7 +22,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks")]
 
 from aioengine.engine.async_engine import AsyncEngine  # noqa: E402
 from aioengine.testing import FakeExecutor, FakeTokenizer  # noqa: E402
-from aioengine_bench.soak import Soak, SoakOptions, SoakReport  # noqa: E402
+from aioengine_bench.random_load import Soak, SoakOptions, SoakReport  # noqa: E402
 
 WAYS: dict[str, dict[str, Any]] = {
     "overlap, priority": {"scheduling_policy": "priority"},

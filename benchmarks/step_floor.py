@@ -21,10 +21,10 @@ from dataclasses import dataclass
 import torch
 
 from aioengine import AsyncEngine, SamplingParams
+from aioengine.checkpoint.gguf import GGUFFile
 from aioengine.config import ModelInfo
 from aioengine.events.step_event import StepResultEvent
-from aioengine.models.gguf import GGUFFile
-from aioengine.models.hub import resolve_model
+from aioengine.models.info import resolve_model
 
 PROMPT_LEN = 128
 NUM_STEPS = 64

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # What each part may import of ours, besides itself. A part is a module or package right under `aioengine`, one of the
 # other packages by its short name, or the one module named here that others may know while its package is above them.
-BASE = {"errors", "values", "fields", "contradictions", "config", "sampling_params", "outputs", "request", "printable"}
+BASE = {"errors", "printable", "values", "fields", "contradictions", "config", "sampling_params", "outputs", "request"}
 MODEL_SIDE = BASE | {"core", "kernels", "attention", "layers"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
@@ -29,20 +29,22 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": set(),
     "attention": BASE | {"core", "kernels", "layers"},
     "layers": BASE | {"core", "kernels", "attention"},
-    "models": MODEL_SIDE,
+    "checkpoint": BASE,
+    "models": MODEL_SIDE | {"checkpoint"},
     "executor.base": BASE | {"core"},  # the contract, which the worker's side knows too
-    "worker": MODEL_SIDE | {"models", "executor.base"},
-    "executor": MODEL_SIDE | {"models", "worker", "executor.base"},
+    "worker": MODEL_SIDE | {"checkpoint", "models", "executor.base"},
+    "executor": MODEL_SIDE | {"checkpoint", "models", "worker", "executor.base"},
     "structured_output": BASE,
-    "engine": MODEL_SIDE | {"models", "worker", "executor", "executor.base", "structured_output", "events", "package"},
-    "testing": MODEL_SIDE | {"models", "worker", "executor", "executor.base", "events", "engine"},
-    "server": BASE | {"core", "events", "kernels", "models", "engine", "testing", "package"},
+    "engine": MODEL_SIDE | {"checkpoint", "models", "worker", "executor", "executor.base", "structured_output", "events", "package"},
+    "testing": MODEL_SIDE | {"checkpoint", "models", "worker", "executor", "executor.base", "events", "engine"},
+    "server": BASE | {"core", "events", "kernels", "checkpoint", "models", "engine", "testing", "package"},
     "package": BASE | {"core", "events", "engine"},  # aioengine/__init__.py: lazy, so the names are only for type checkers
-    "commands": BASE | {"core", "events", "kernels", "models", "engine", "package", "server", "bench", "tui"},
+    "commands": BASE | {"core", "events", "kernels", "checkpoint", "models", "engine", "package", "server", "bench", "tui"},
     "cli": BASE | {"commands", "package"},
     "__main__": {"cli"},
     "tui": BASE | {"core", "events"},
-    "bench": MODEL_SIDE | {"models", "worker", "executor", "executor.base", "engine", "events", "testing", "package"},
+    "bench": MODEL_SIDE
+    | {"checkpoint", "models", "worker", "executor", "executor.base", "engine", "events", "structured_output", "testing", "package"},
 }
 
 FORBIDDEN_LIBRARIES: dict[str, set[str]] = {

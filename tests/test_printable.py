@@ -23,15 +23,16 @@ from aioengine import AsyncEngine, SamplingParams, cli
 from aioengine.commands import chat, runtime
 from aioengine.commands.demo_view import LiveView, PlainView
 from aioengine.commands.generate import ContinuationWriter
-from aioengine.errors import AioEngineError
-from aioengine.events.stream import SourceStatus, StreamItem
+from aioengine.errors import AioEngineError, EngineDeadError
+from aioengine.events.sources.base import SourceStatus, StreamItem
 from aioengine.events.wire import WireHeader, encode_header
 from aioengine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from aioengine.printable import PROSE, LogLines, PrintableFormatter, get_logger, printable, printable_json
 from aioengine.testing import FakeExecutor, FakeTokenizer, scripted
+from aioengine_bench import console
 from aioengine_tui.app import DashboardApp
-from aioengine_tui.export import ExportTable, write_table
 from aioengine_tui.plain import render_plain
+from aioengine_tui.table_file import ExportTable, write_table
 from tests.tui.support import ListSource, busy_items, folded
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -280,6 +281,16 @@ def test_errors_of_the_command_line_take_one_printable_line(name: str, tmp_path:
 
 
 @unprintable
+def test_a_benchmark_prints_no_such_character(nasty: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for taken in (False, True):
+        print("model" + nasty, "a\tb", sep="\n", file=console.output_stream(stdout_is_taken=taken), flush=True)
+    captured = capsys.readouterr()
+    assert captured.out == captured.err
+    assert_printable(captured.out, keep="\n\t")
+    assert captured.out.endswith("\na\tb\n")
+
+
+@unprintable
 def test_what_is_loaded_is_named_printably(nasty: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     with runtime.status(f"loading m{nasty} ..."):
@@ -357,9 +368,9 @@ async def test_what_an_engine_logs_of_its_requests_is_printable(logged: Callable
         engine.bus.add_observer(broken)
         async for output in engine.generate("Hi", SamplingParams(stop=(nasty,)), request_id="text" + nasty):
             assert output.finish_reason in (None, "error")
-        params = SamplingParams(max_tokens=50, detokenize=False, bad_words=("a" + nasty,))
+        params = SamplingParams(max_tokens=50, detokenize=False, bad_words=("a" + nasty[:20],))
         stream = engine.generate([1, 2], params, request_id="ids" + nasty)
-        with pytest.raises(AioEngineError):
+        with pytest.raises(EngineDeadError):
             [output async for output in stream]
     text = logged()
     for part in ("could not be processed", "was removed", "the engine stops", "scheduled step"):

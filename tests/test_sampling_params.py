@@ -92,7 +92,7 @@ STRUCTURED_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"json": {"\ud800": 1}}, "structured_outputs.json is not valid JSON: a key in it is not valid Unicode"),
     ({"json": '{"const": "\\uD800"}'}, "structured_outputs.json is not valid JSON: a text in it is not valid Unicode"),
     ({"json": {"enum": {1, 2}}}, "structured_outputs.json is not valid JSON: it must hold JSON values"),
-    ({"json": ENDLESS}, "structured_outputs.json has more than 262144 values"),
+    ({"json": ENDLESS}, "structured_outputs.json has more than 65536 values"),
     ({"json": 5}, "structured_outputs.json must be a mapping or a non-empty text, got 5"),
     ({"regex": 5}, "structured_outputs.regex must be a non-empty string, got 5"),
     ({"regex": "\ud800"}, "structured_outputs.regex is not valid Unicode: '\\ud800' at position 0"),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+if TYPE_CHECKING:
+    from aioengine_kernels.flash_decoding import DecodeSplit
 
 IntArray = npt.NDArray[np.int32]
 
@@ -45,6 +48,10 @@ class AttentionBatch:
     seq_lens_np: IntArray  # [num_reqs]
     block_table: torch.Tensor  # [num_reqs, max_num_blocks_per_req] int32; entries past a request's blocks are undefined
     slot_mapping: torch.Tensor  # [num_tokens] int64: block_id * block_size + offset of each new token
+    # Where decodes come first, so that they can be attended for in a launch of their own:
+    num_decodes: int = 0  # so many requests, from the first on, have one query token
+    split: DecodeSplit | None = None  # how their cached positions are shared out; None: the backend finds a way
+    max_chunk_seq_len: int = 0  # of the requests behind them; 0: there are none, or they were not told apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +117,13 @@ class AttentionBackend(ABC):
     ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
         """Normalise and rotate queries and keys, then do what `forward` does. Only if `fuses_rope`."""
         raise NotImplementedError(f"the attention backend {self.name!r} takes rotated queries and keys")
+
+    def compile_kernels(  # noqa: B027  # nothing to compile is the rule
+        self,
+        kv_cache: torch.Tensor,  # of one layer
+        block_table: torch.Tensor,  # as steps have it: what is compiled depends on its strides
+    ) -> None:
+        """Launch what the steps of a warm-up do not reach and serving may, over the blocks of the table's first row."""
 
     @abstractmethod
     def zero_blocks(self, kv_cache: torch.Tensor, block_ids: list[int]) -> None:

@@ -6,6 +6,7 @@ Runs on CPU tensors too in a process that set TRITON_INTERPRET=1, which is how i
 from __future__ import annotations
 
 import os
+import weakref
 from importlib.util import find_spec
 from typing import ClassVar
 
@@ -23,7 +24,8 @@ class TritonPagedBackend(AttentionBackend):
     """Cache layout: [num_blocks, 2, block_size, num_kv_heads, head_dim], so that a block is one piece of memory.
 
     Loads are masked by the sequence lengths, so whatever other slots hold (NaN included) has no influence. Nothing is read
-    back to the host, and the metadata is the `AttentionBatch` itself.
+    back to the host, and the metadata is the `AttentionBatch` itself. An fp8 cache holds the values as they are, without scales,
+    clamped to +-448.
     """
 
     name: ClassVar[str] = "triton"
@@ -42,6 +44,8 @@ class TritonPagedBackend(AttentionBackend):
         self._qk_norm_rope_cache = qk_norm_rope_cache
         self._reshape_and_cache = reshape_and_cache
         self._zero_blocks = zero_blocks
+        # The two halves of each layer's cache, for as long as that cache lives: making the views takes microseconds a layer.
+        self._halves: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @classmethod
     def supports(cls, config: AttentionConfig, device: torch.device) -> str | None:
@@ -83,7 +87,8 @@ class TritonPagedBackend(AttentionBackend):
         metadata: AttentionBatch,
         scale: float,
     ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
-        self._reshape_and_cache(key, value, key_cache=kv_cache[:, 0], value_cache=kv_cache[:, 1], slot_mapping=metadata.slot_mapping)
+        key_cache, value_cache = self._split(kv_cache)
+        self._reshape_and_cache(key, value, key_cache=key_cache, value_cache=value_cache, slot_mapping=metadata.slot_mapping)
         return self._attend(query, kv_cache=kv_cache, batch=metadata, scale=scale)
 
     def forward_qkv(
@@ -95,13 +100,14 @@ class TritonPagedBackend(AttentionBackend):
         metadata: AttentionBatch,
         scale: float,
     ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
+        key_cache, value_cache = self._split(kv_cache)
         query = self._qk_norm_rope_cache(
             qkv,
             num_heads=self.config.num_heads,
             positions=rotation.positions,
             cos_sin_cache=rotation.cos_sin,
-            key_cache=kv_cache[:, 0],
-            value_cache=kv_cache[:, 1],
+            key_cache=key_cache,
+            value_cache=value_cache,
             slot_mapping=metadata.slot_mapping,
             query_weight=rotation.query_weight,
             key_weight=rotation.key_weight,
@@ -110,19 +116,48 @@ class TritonPagedBackend(AttentionBackend):
         return self._attend(query, kv_cache=kv_cache, batch=metadata, scale=scale)
 
     def _attend(self, query: torch.Tensor, *, kv_cache: torch.Tensor, batch: AttentionBatch, scale: float) -> torch.Tensor:
+        key_cache, value_cache = self._split(kv_cache)
         return self._paged_attention(
             query,
-            key_cache=kv_cache[:, 0],
-            value_cache=kv_cache[:, 1],
+            key_cache=key_cache,
+            value_cache=value_cache,
             block_table=batch.block_table,
             seq_lens=batch.seq_lens,
             query_start_loc=batch.query_start_loc,
             max_query_len=batch.max_query_len,
-            max_seq_len=batch.max_seq_len,
+            max_seq_len=batch.max_chunk_seq_len or batch.max_seq_len,
             scale=scale,
+            num_decodes=batch.num_decodes,
+            split=batch.split,
             sliding_window=self.config.sliding_window,
             logits_soft_cap=self.config.logits_soft_cap,
         )
+
+    def _split(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        halves = self._halves.get(id(kv_cache))
+        if halves is None:
+            halves = self._halves[id(kv_cache)] = kv_cache[:, 0], kv_cache[:, 1]
+            weakref.finalize(kv_cache, self._halves.pop, id(kv_cache), None)  # the views must not keep its memory
+        return halves
+
+    def compile_kernels(self, kv_cache: torch.Tensor, block_table: torch.Tensor) -> None:
+        """A decode, then a prompt chunk, of so long a context that both are split; their output is nobody's."""
+        c, device = self.config, kv_cache.device
+        key_cache, value_cache = self._split(kv_cache)
+        for query_len in (1, 2):
+            self._paged_attention(
+                torch.zeros(query_len, c.num_heads, c.head_dim, dtype=c.dtype, device=device),
+                key_cache=key_cache,
+                value_cache=value_cache,
+                block_table=block_table[:1],
+                seq_lens=torch.tensor([query_len], dtype=torch.int32).to(device),
+                query_start_loc=torch.tensor([0, query_len], dtype=torch.int32).to(device),
+                max_query_len=query_len,
+                max_seq_len=1 << 20,
+                scale=1.0,
+                sliding_window=c.sliding_window,
+                logits_soft_cap=c.logits_soft_cap,
+            )
 
     def zero_blocks(self, kv_cache: torch.Tensor, block_ids: list[int]) -> None:
         # From pinned memory, or the copy would wait for all that has been enqueued.

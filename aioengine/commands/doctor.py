@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
+import sysconfig
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from aioengine.printable import printable
 
@@ -13,7 +16,9 @@ def doctor() -> bool:
     """Print one line a finding; True if the fast paths of this machine are all there."""
     import torch
 
-    from aioengine.models.hub import cache_folder
+    from aioengine.checkpoint.cache import cache_folder
+    from aioengine.config import default_kv_cache_bytes
+    from aioengine.engine.startup import free_memory_bytes
     from aioengine_kernels import cpu
 
     print(f"{'python':<14}{platform.python_version()} on {platform.system()} {platform.machine()}, {os.cpu_count()} cores")
@@ -28,8 +33,30 @@ def doctor() -> bool:
         print(f"{'cuda':<14}{torch.cuda.get_device_name()}, {torch.cuda.get_device_properties(0).total_memory / 2**30:.0f} GiB")
     else:
         print(f"{'cuda':<14}none that PyTorch {torch.__version__} can use")
+    compiles = _report_compiler(has_gpu=torch.cuda.is_available())
+    free = free_memory_bytes()
+    kv_bytes = default_kv_cache_bytes(free)
+    print(
+        f"{'kv cache':<14}{kv_bytes / 2**30:.2f} GiB on the CPU, of {free / 2**30:.1f} GiB free (kv_cache_memory_bytes); "
+        "where max_model_len is auto, what that holds limits it"
+    )
     print(f"{'model cache':<14}{printable(str(cache_folder()))}")
-    return reason is None or torch.cuda.is_available()
+    return compiles if torch.cuda.is_available() else reason is None
+
+
+def _report_compiler(*, has_gpu: bool) -> bool:
+    """Triton builds the C code that launches a kernel when it first launches one; False if it could not."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    missing = [] if compiler else ["a C compiler (gcc, or the one that CC names)"]
+    missing += [] if header.is_file() else [f"Python's headers ({header})"]
+    if not missing:
+        print(f"{'c compiler':<14}{compiler}")
+    elif has_gpu:
+        print(f"{'c compiler':<14}missing: Triton's first launch on the GPU needs {' and '.join(missing)}")
+    else:
+        print(f"{'c compiler':<14}not complete, which only a GPU needs: no {' and '.join(missing)}")
+    return not missing
 
 
 def _used_isa() -> str:

@@ -29,9 +29,9 @@ _ENGINE_HELP = {
     "weights": "how the CPU multiplies: exact on the packed weights (some 1e-5 from float32); fast, with activations of mostly 8 bits; "
     "dense, the float32 reference (default: auto, fast for a quantized model, exact for others, unless --dtype is given or the "
     "machine cannot)",
-    "kv_cache_dtype": "of the stored keys and values (default: auto, the dtype; float16 where the weights are fast)",
-    "device": "where the model runs (default: auto, CUDA if there is one)",
-    "max_model_len": "longest prompt and output together, in tokens (default: the model's limit)",
+    "kv_cache_dtype": "of the stored keys and values; fp8 on GPUs (default: auto, the dtype; float16 where the weights are fast)",
+    "device": "where the model runs: cpu, cuda or cuda:N (default: auto, CUDA if there is one)",
+    "max_model_len": "longest prompt and output together, in tokens (default: auto, the model's limit or what the KV cache holds)",
     "max_num_seqs": "requests that run at once",
     "max_num_batched_tokens": "tokens of one step (default: 512 on CPU, 2048 on CUDA)",
     "enable_chunked_prefill": "split prompts that do not fit into one step (default: yes)",
@@ -41,7 +41,7 @@ _ENGINE_HELP = {
     "block_size": "tokens a KV-cache block",
     "num_kv_cache_blocks": "KV-cache blocks, the null block included (default: as many as the memory allows)",
     "kv_cache_memory_bytes": "most memory for the KV cache on CPU; takes 512MiB, 2GiB (default: 1GiB, or half of what is free if less)",
-    "gpu_memory_utilization": "share of the GPU's memory to use",
+    "gpu_memory_utilization": "share of the GPU's memory to use, at most 0.97",
     "enable_prefix_caching": "reuse the KV cache of equal prompt beginnings (default: yes)",
     "prefix_caching_seed": "fixes the block hashes (default: random, other ones in each process)",
     "zero_new_blocks": "clear KV-cache blocks before use (default: no)",
@@ -74,6 +74,14 @@ def parse_size(text: str) -> int:
         return int(float(number) * _SIZE_UNITS[unit])
     except (KeyError, ValueError, OverflowError) as exc:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 1073741824, 512MiB or 2GB") from exc
+
+
+def parse_auto(text: str) -> int | str:
+    """`auto`, or a whole number. Raises argparse.ArgumentTypeError."""
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor auto") from exc
 
 
 def parse_logit_bias(text: str) -> tuple[int, float]:
@@ -130,6 +138,8 @@ def _kind(name: str, hint: Any) -> dict[str, Any]:
         return {"action": argparse.BooleanOptionalAction}
     if float in kinds:
         return {"type": float, "metavar": "X"}
+    if int in kinds and any("auto" in typing.get_args(kind) for kind in kinds):
+        return {"type": parse_auto, "metavar": "N"}
     if int in kinds:
         return {"type": int, "metavar": "N"}
     return {"metavar": "NAME"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from aioengine.models.hub import pull as pull_files
+from aioengine.models.info import pull as pull_files
 from aioengine.printable import printable
 
 

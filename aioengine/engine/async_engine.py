@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import sys
 import time
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,15 +14,17 @@ from typing import Any, TypeVar
 from aioengine.config import EngineConfig, ModelInfo, ResolvedConfig
 from aioengine.core.scheduler_output import SchedulerStats
 from aioengine.engine.batch import collect_batch, naming_prompt, pair_up
-from aioengine.engine.deadline import Deadline
 from aioengine.engine.detokenizer import TextTokenizer
 from aioengine.engine.engine_life import EngineLife
 from aioengine.engine.event_control import EngineController
+from aioengine.engine.event_loops import running_loop, wrong_loop
 from aioengine.engine.input_processor import ProcessedInput, Prompt, check_request_options
 from aioengine.engine.long_prompts import hash_long_prompt
 from aioengine.engine.output_collector import OutputCollector
+from aioengine.engine.output_stream import OutputStream
 from aioengine.engine.publishing import PublishOptions
-from aioengine.errors import AioEngineError
+from aioengine.engine.submission import Submitter
+from aioengine.errors import AioEngineError, ConfigError, InvalidRequestError
 from aioengine.events.bus import DEFAULT_MAXLEN, StepBus, Subscription
 from aioengine.events.step_event import EngineSnapshot
 from aioengine.events.wire import WireHeader
@@ -81,7 +84,7 @@ class AsyncEngine(EngineLife):
         )
 
     # ------------------------------------------------------------------ requests
-    async def generate(
+    def generate(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
@@ -89,8 +92,8 @@ class AsyncEngine(EngineLife):
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
-        timeout: float | None = None,  # noqa: ASYNC109 - it also counts while nobody awaits the stream
-    ) -> AsyncGenerator[RequestOutput, None]:
+        timeout: float | None = None,
+    ) -> OutputStream:
         """Generate a continuation of `prompt` and stream it.
 
         prompt: text, token ids, or chat messages ({"role": ..., "content": ...}), which the model's template formats.
@@ -103,39 +106,38 @@ class AsyncEngine(EngineLife):
 
         Yields an output whenever something is new; a slow consumer gets several steps merged into one. What an output holds
         says `sampling_params.output_kind`, and it has `sampling_params.n` continuations. The last one has a `finish_reason`:
-        "error" if what went wrong concerns this request alone (`CompletionOutput.error` says what). Leaving the loop,
-        cancelling the task, or dropping the generator aborts the request.
+        "error" if what went wrong concerns this request alone (`CompletionOutput.error` says what).
+
+        Leaving an `async for` aborts the request, however it is left and whoever still holds the stream: `break`, an exception,
+        a cancelled task. So do `await stream.aclose()`, the end of `async with engine.generate(...) as stream:`, and dropping
+        the stream. Waiting is not reading: `await asyncio.wait_for(anext(stream), 0.2)` may time out and be called again, and
+        the next output has all that came meanwhile. To read a part and go on later use `anext(stream)`, in `async with` (or
+        `contextlib.aclosing`) so that the request ends when you do; see `OutputStream` for the small print.
 
         Raises, at the first iteration, InvalidRequestError if the request cannot be served (others are not affected),
-        EngineOverloadedError if too many wait already, AioEngineError if the engine is not started, and EngineDeadError,
-        also later, if the engine stopped.
+        EngineOverloadedError if too many wait already, AioEngineError if the engine is not started or runs in another event
+        loop, and EngineDeadError, also later, if the engine stopped.
         """
+        submit = partial(self._submit, prompt, sampling_params, request_id=request_id, priority=priority, cache_salt=cache_salt)
+        return OutputStream(submit, timeout=timeout, engine=self)
+
+    async def _submit(
+        self, prompt: Prompt, sampling_params: SamplingParams | None, *, request_id: str | None, priority: int, cache_salt: str | None
+    ) -> tuple[OutputCollector, Submitter]:
+        """Nothing is awaited after the request was handed to the core."""
         arrival_time = time.perf_counter()
-        deadline = Deadline(timeout)
-        self._running_core()
+        self._running_core("generate()")
         request_id, priority, cache_salt = check_request_options(request_id, priority, cache_salt)
         assert self._submitter is not None
         self._submitter.check_request_id_is_free(request_id)
         self._check_admission()
-        async with deadline.while_preparing():
-            processed = await self._prepare(prompt, sampling_params, cache_salt)
-        self._running_core()  # it may have stopped meanwhile
+        processed = await self._prepare(prompt, sampling_params, cache_salt)
+        self._running_core("generate()")  # it may have stopped meanwhile
         self._check_admission([processed])
         collector = self._submitter.submit(
             processed, request_id=request_id, arrival_time=arrival_time, priority=priority, cache_salt=cache_salt
         )
-        deadline.start(partial(self._submitter.time_out, collector))
-        try:
-            while True:
-                output = await collector.take()
-                if deadline.expired:
-                    raise deadline.error()
-                yield output
-                if output.finished:
-                    return
-        finally:
-            deadline.cancel()
-            self._submitter.drop(collector)
+        return collector, self._submitter
 
     async def generate_batch(
         self,
@@ -153,14 +155,14 @@ class AsyncEngine(EngineLife):
         not all wait, before any of them is started.
         """
         arrival_time = time.perf_counter()
-        self._running_core()
+        self._running_core("generate_batch()")
         assert self._submitter is not None
         processed: list[ProcessedInput] = []
         for index, (prompt, params) in enumerate(pair_up(prompts, sampling_params)):
             with naming_prompt(index):
                 processed.append(await self._prepare(prompt, params, None))
             await asyncio.sleep(0)  # that took up to a millisecond; others have tokens to handle
-        self._running_core()  # it may have stopped meanwhile
+        self._running_core("generate_batch()")  # it may have stopped meanwhile
         self._check_admission(processed)
         submitted: list[OutputCollector] = []
         try:
@@ -174,21 +176,40 @@ class AsyncEngine(EngineLife):
                 self._submitter.drop(collector)
 
     def abort(self, request_id: str) -> bool:
-        """End a request: its stream ends with the finish_reason "abort". False if no such request is live."""
-        return self._submitter is not None and self._submitter.abort(request_id)
+        """End a request: its stream ends with the finish_reason "abort". False if no such request is live.
+
+        From another thread: True if such a request is live; it ends as soon as the event loop turns, which is woken for that.
+        """
+        return self._abort(request_id, Submitter.abort)
 
     def abort_scheduled(self, scheduled_id: str) -> bool:
         """As `abort`, by the id that events show: it differs where a name was used again at once, and each of the n > 1
         continuations of a prompt has its own; the others go on.
         """
-        return self._submitter is not None and self._submitter.abort_scheduled(scheduled_id)
+        return self._abort(scheduled_id, Submitter.abort_scheduled)
+
+    def _abort(self, request_id: str, end: Callable[[Submitter, str], bool]) -> bool:
+        if not isinstance(request_id, str):
+            raise InvalidRequestError(f"the id of a request is a string, got {type(request_id).__name__}")
+        if self._submitter is None or self._is_stopped:
+            return False
+        loop = running_loop()
+        if loop is self._loop:
+            return end(self._submitter, request_id)
+        assert self._loop is not None
+        if self._loop.is_closed():
+            raise wrong_loop(self._loop, loop, "abort()")
+        is_live = self._submitter.is_live(request_id)
+        if is_live:
+            self._loop.call_soon_threadsafe(end, self._submitter, request_id)
+        return is_live
 
     async def submit_unattended(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> str:
         """Start a request that nobody reads: only events show it. Returns the id that they show. Raises as `generate` does."""
         arrival_time = time.perf_counter()
-        self._running_core()
+        self._running_core("submit_unattended()")
         processed = await self._prepare(prompt, sampling_params, None)
-        self._running_core()  # it may have stopped meanwhile
+        self._running_core("submit_unattended()")  # it may have stopped meanwhile
         self._check_admission([processed])
         assert self._submitter is not None
         collector = self._submitter.submit(processed, request_id=None, arrival_time=arrival_time, final_only=True)
@@ -217,15 +238,15 @@ class AsyncEngine(EngineLife):
 
         Raises AioEngineError if the engine is not started, EngineDeadError if it stopped.
         """
-        self._running_core().pause()
+        self._running_core("pause()").pause()
 
     def resume(self) -> None:
         """Undo `pause()`. Idempotent."""
-        self._running_core().resume()
+        self._running_core("resume()").resume()
 
     async def step(self) -> int | None:
         """Run one step of a paused engine; its id, or None if there was nothing to run. Raises AioEngineError if not paused."""
-        return await self._running_core().step()
+        return await self._running_core("step()").step()
 
     @property
     def is_paused(self) -> bool:
@@ -263,7 +284,11 @@ class AsyncEngine(EngineLife):
         """Subscribe to the step events from now on: an async iterator and a context manager.
 
         It holds up to `maxlen` unread events, drops the oldest and counts them (`num_dropped`). It ends at `shutdown()`.
+        It belongs to the event loop of the engine: raises AioEngineError while that runs in another thread.
         """
+        if not isinstance(maxlen, int) or not 1 <= maxlen <= sys.maxsize:
+            raise ConfigError(f"maxlen must be an integer from 1 to {sys.maxsize}, got {maxlen!r:.100}")
+        self._check_nobody_else_runs("events()")
         return self._bus.subscribe(maxlen)
 
     @property
@@ -277,20 +302,27 @@ class AsyncEngine(EngineLife):
         return _started(self._publisher.header)
 
     def snapshot(self) -> EngineSnapshot:
-        """The full state now. Raises AioEngineError before `start()`."""
-        return _started(self._core).make_snapshot()
+        """The full state now. Raises AioEngineError before `start()`, and while the engine's event loop runs in another thread."""
+        core = _started(self._core)
+        self._check_nobody_else_runs("snapshot()")
+        return core.make_snapshot()
 
     def stats(self) -> SchedulerStats:
-        """Gauges and totals now. Raises AioEngineError before `start()`."""
+        """Gauges and totals now, from any thread. Raises AioEngineError before `start()`."""
         return _started(self._core).make_stats()
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget all cached prefixes. Refused (False) while a request holds KV blocks, unless `reset_running_requests`: then
         those are preempted first, and compute all their tokens anew; their outputs stay the same.
 
-        Raises AioEngineError before `start()`, EngineDeadError if running requests are to be reset and the engine stopped.
+        Raises AioEngineError before `start()` and while the engine's event loop runs in another thread, EngineDeadError if running
+        requests are to be reset and the engine stopped.
         """
-        return _started(self._core).reset_prefix_cache(reset_running_requests)
+        if reset_running_requests:
+            return self._running_core("reset_prefix_cache()").reset_prefix_cache(reset_running_requests=True)
+        core = _started(self._core)
+        self._check_nobody_else_runs("reset_prefix_cache()")
+        return core.reset_prefix_cache()
 
 
 def _started(part: T | None) -> T:

@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-import numbers
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from typing import Any
 
 from aioengine.errors import InvalidRequestError, RequestTimeoutError
 from aioengine.values import number, shorten
 
+MAX_SECONDS = 1e9
+"""Some thirty years; beyond that no event loop can tell the time any more."""
+
+
+def check_seconds(name: str, seconds: object) -> str | None:
+    """What is wrong with a number of seconds, if it is none; None is one, for no limit."""
+    if seconds is None:
+        return None
+    plain = number(seconds)
+    if plain is None and not isinstance(seconds, (int, float)):
+        return f"{name} must be a number of seconds or None, got {shorten(seconds)}"
+    if plain is None or not 0 <= plain <= MAX_SECONDS:
+        return f"{name} must be >= 0 and <= {MAX_SECONDS:g} seconds, or None, got {shorten(seconds)}"
+    return None
+
 
 def read_timeout(timeout: object) -> float | None:
-    """A positive, finite number of seconds, or None. Raises InvalidRequestError."""
-    if timeout is None:
-        return None
-    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
-        raise InvalidRequestError(f"timeout must be a number of seconds or None, got {shorten(timeout)}")
-    seconds = number(timeout)
-    if seconds is None or seconds <= 0:
-        raise InvalidRequestError(f"timeout must be > 0 seconds and finite, or None, got {shorten(timeout)}")
+    """A positive number of seconds, not too large, or None. Raises InvalidRequestError."""
+    wrong = check_seconds("timeout", timeout)
+    seconds = None if timeout is None else number(timeout)
+    if wrong is None and seconds == 0:
+        wrong = f"timeout must be > 0 seconds, or None, got {shorten(timeout)}"
+    if wrong is not None:
+        raise InvalidRequestError(wrong)
     return seconds
 
 
@@ -33,22 +46,16 @@ class Deadline:
         self._timer: asyncio.TimerHandle | None = None
         self._num_output_tokens: int | None = None  # those that had come when it was over; None: it is not over
 
-    @asynccontextmanager
-    async def while_preparing(self) -> AsyncIterator[None]:
-        """Around what is awaited before the request is submitted. Raises RequestTimeoutError when the time is over."""
-        try:
-            async with asyncio.timeout_at(self._when) as limit:
-                yield
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            self._num_output_tokens = 0
-            raise self.error() from None
+    def limit(self, preparing: asyncio.Task[Any]) -> None:
+        """Cancel what is done before the request is submitted when the time is over."""
+        if self._when is not None:
+            self._timer = self._loop.call_at(self._when, self._give_up, preparing)
 
     def start(self, end_request: Callable[[], int | None]) -> None:
         """The request is submitted. When the time is over `end_request` is called once: it ends the request and returns
         how many output tokens there were, or None if the request had ended before.
         """
+        self.cancel()
         if self._when is not None:
             self._timer = self._loop.call_at(self._when, self._on_time, end_request)
 
@@ -56,6 +63,11 @@ class Deadline:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _give_up(self, preparing: asyncio.Task[Any]) -> None:
+        self._timer = None
+        if preparing.cancel():
+            self._num_output_tokens = 0
 
     def _on_time(self, end_request: Callable[[], int | None]) -> None:
         self._timer = None

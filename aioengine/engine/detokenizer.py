@@ -10,15 +10,16 @@ from aioengine.sampling_params import SamplingParams
 
 _REPLACEMENT = "\ufffd"
 # A UTF-8 character has at most 4 bytes, so at most 3 bytes wait for the rest of theirs. Byte-level tokenizers decode
-# those to one replacement character, byte-fallback ones to one a byte.
-_MAX_HELD = 3
+# those to one replacement character, byte-fallback ones to one a byte, and to one more for a byte before them that shows as
+# nothing by itself: the space that such a decoder takes from the beginning of a text.
+_MAX_HELD = 4
 # Tokens of left context: enough for a character's bytes and for decoders that treat the first token in a special way.
 _CONTEXT = 6
 _MAX_WINDOW = 2 * _CONTEXT  # decoding takes time by the token, and shortening takes a decoding
 
 
 class TextTokenizer(Protocol):
-    """What the engine asks of a tokenizer; `aioengine.models.tokenizer.Tokenizer` is one."""
+    """What the engine asks of a tokenizer; `aioengine.checkpoint.tokenizer.Tokenizer` is one."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 

@@ -112,6 +112,18 @@ class EngineCore:
             self._task.cancel()
             await asyncio.wait([self._task])
 
+    def abandon(self) -> None:
+        """Stop without waiting for anything: in the event loop, or after it was closed, when nobody can wait any more."""
+        assert self._loop is not None
+        if not self._stopped and self._error is None:
+            self._stopped = True
+            self.scheduler.finish_requests(list(self.scheduler.requests), RequestStatus.FINISHED_ABORTED)
+        if self._loop.is_closed():
+            return
+        self._end_waiting(EngineDeadError("the engine was shut down"))
+        if self._task is not None:
+            self._task.cancel()
+
     @property
     def is_idle(self) -> bool:
         """No request lives, no step is in flight, and the worker has forgotten whatever ended."""
@@ -176,10 +188,11 @@ class EngineCore:
         """As `Scheduler.reset_prefix_cache`, also while steps are in flight. Raises EngineDeadError if running requests are to
         be reset and nothing can run any more.
         """
-        if reset_running_requests:
-            self.check_health()
-        is_reset = self.scheduler.reset_prefix_cache(reset_running_requests)
-        self._wake_up.set()
+        if not reset_running_requests:
+            return self.scheduler.reset_prefix_cache()
+        self.check_health()
+        is_reset = self.scheduler.reset_prefix_cache(reset_running_requests=True)
+        self._wake_up.set()  # who was preempted waits again
         return is_reset
 
     # ------------------------------------------------------------------ pausing
@@ -225,9 +238,13 @@ class EngineCore:
             if not self._stopped:  # the event loop is being torn down around us: let nobody wait for tokens
                 self._die(EngineDeadError("the engine's task was cancelled"))
             raise
-        except Exception as exc:
+        except GeneratorExit:
+            raise  # the event loop is gone, and this task is garbage
+        except BaseException as exc:  # a panic in a library written in Rust is no Exception, nor is KeyboardInterrupt
             self._log_failure(exc)
             self._die(exc)
+            if isinstance(exc, (KeyboardInterrupt, SystemExit)):
+                raise
 
     async def _run_until_idle(self) -> None:
         while True:

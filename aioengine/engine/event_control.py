@@ -1,11 +1,12 @@
-"""What a viewer may do to an engine: `aioengine.events.protocol.EngineControl` over an `AsyncEngine`."""
+"""What a viewer may do to an engine: `aioengine.events.sources.base.EngineControl` over an `AsyncEngine`."""
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 from aioengine.errors import AioEngineError
-from aioengine.events.protocol import ControlError
+from aioengine.events.sources.base import ControlError
 from aioengine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -13,13 +14,20 @@ if TYPE_CHECKING:
 
 
 class EngineController:
-    """Commands of viewers, in this process or from a socket. Belongs to the engine and its event loop.
+    """Commands of viewers, in this process or from a socket. Belongs to the engine and its event loop, and does not keep it alive.
 
     Every failure is a ControlError with the engine's own words.
     """
 
     def __init__(self, engine: AsyncEngine) -> None:
-        self._engine = engine
+        self._reference = weakref.ref(engine)
+
+    @property
+    def _engine(self) -> AsyncEngine:
+        engine = self._reference()
+        if engine is None:
+            raise ControlError("the engine is gone")
+        return engine
 
     async def pause(self) -> None:
         try:
@@ -40,7 +48,10 @@ class EngineController:
             raise ControlError(str(exc)) from exc
 
     async def abort(self, request_id: str) -> bool:
-        return self._engine.abort_scheduled(request_id)
+        try:
+            return self._engine.abort_scheduled(request_id)
+        except AioEngineError as exc:
+            raise ControlError(str(exc)) from exc
 
     async def submit(self, prompt: str, *, max_tokens: int = 64, temperature: float = 0.0) -> str:
         try:

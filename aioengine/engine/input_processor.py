@@ -37,6 +37,7 @@ Prompt = str | TextPrompt | Sequence[int] | Sequence[Mapping[str, str]]
 # Tokenising this many characters takes about a millisecond. Longer text goes to a thread: the loop has steps to schedule.
 _MAX_INLINE_CHARS = 4096
 _MAX_INLINE_MESSAGES = 512
+_CHARS_PER_CALL = 64
 
 MAX_REQUEST_ID_CHARS = 1024
 """It is in every event of the request."""
@@ -189,7 +190,8 @@ class InputProcessor:
     async def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
         """Add the token ids of `bad_words` to those that were given as such."""
         tokenizer = self._need_tokenizer(f"the bad word {shorten(params.bad_words[0])}")
-        num_chars = sum(map(len, params.bad_words))
+        # Each of them is encoded twice, which takes some time however short it is.
+        num_chars = sum(map(len, params.bad_words)) + _CHARS_PER_CALL * len(params.bad_words)
         words = await _run(num_chars, encode_bad_words, tokenizer, params.bad_words)
         if (longest := max(words, key=len, default=())) and len(longest) > MAX_BAD_WORD_TOKENS:
             raise InvalidRequestError(f"bad_words: a word has {len(longest)} tokens, at most {MAX_BAD_WORD_TOKENS} are taken")
@@ -217,7 +219,7 @@ def _allows_a_token(grammar: CompiledGrammar, params: SamplingParams, eos_token_
     mask = bytearray(grammar.start(params).bitmask())
     if any(_has_bit(mask, token_id) for token_id in eos_token_ids):
         return True
-    for token_id in bad:
+    for token_id in sorted(bad):
         if token_id >> 3 < len(mask):
             mask[token_id >> 3] &= ~(1 << (token_id & 7)) & 0xFF
     if params.allowed_token_ids is None:

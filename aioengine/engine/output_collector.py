@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -54,7 +55,6 @@ class OutputCollector:
     __slots__ = (
         "_completions",
         "_error",
-        "_is_ready",
         "_metrics",
         "_num_cached_tokens",
         "_num_running",
@@ -63,6 +63,7 @@ class OutputCollector:
         "_prompt_logprobs",
         "_prompt_token_ids",
         "_waiter",
+        "is_ready",
         "request_id",
     )
 
@@ -88,7 +89,7 @@ class OutputCollector:
         self._num_cached_tokens = 0
         self._metrics = RequestMetrics(queued_time)
         self._error: BaseException | None = None
-        self._is_ready = False
+        self.is_ready = False  # `take_now()` has something new to return, or the end, or an error
         self._waiter: asyncio.Future[None] | None = None
 
     # ------------------------------------------------------------------ the engine's side
@@ -153,7 +154,8 @@ class OutputCollector:
     def fail(self, error: BaseException) -> None:
         """The engine died or was shut down: the consumer gets an EngineDeadError, caused by `error`."""
         self._error = error
-        self._wake_up()
+        with contextlib.suppress(RuntimeError):  # the consumer's event loop was closed: nobody waits there any more
+            self._wake_up()
 
     @property
     def finished(self) -> bool:
@@ -161,23 +163,31 @@ class OutputCollector:
         return self._num_running == 0
 
     def _wake_up(self) -> None:
-        self._is_ready = True
+        self.is_ready = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     # ------------------------------------------------------------------ the consumer's side
     async def take(self) -> RequestOutput:
-        """Wait for something new and return the output with it; after the end, the end again. Raises EngineDeadError."""
-        if not self._is_ready:
-            # A bare future: asyncio.Event would cost a coroutine and a queue more for every output.
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+        """Wait for something new and return the output with it; after the end, the end again. Raises EngineDeadError.
+
+        Whoever is cancelled while it waits has taken nothing.
+        """
+        if not self.is_ready:
+            await self.wait()
+        return self.take_now()
+
+    def wait(self) -> asyncio.Future[None]:
+        """To be awaited until `is_ready`, by one consumer."""
+        # A bare future: asyncio.Event would cost a coroutine and a queue more for every output.
+        self._waiter = asyncio.get_running_loop().create_future()
+        return self._waiter
+
+    def take_now(self) -> RequestOutput:
+        """As `take()`, without waiting; what is there has to be ready."""
         if self._error is not None:
             raise _dead(self.request_id, self._error) from _cause(self._error)
-        self._is_ready = self._num_running == 0
+        self.is_ready = self._num_running == 0
         if self._output_kind is RequestOutputKind.DELTA:
             outputs = [completion.take_new(index) for index, completion in enumerate(self._completions)]
         else:

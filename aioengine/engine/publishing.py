@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from aioengine.events.bus import StepBus
-from aioengine.events.protocol import EngineControl
-from aioengine.events.recorder import StepRecorder
-from aioengine.events.recording_file import RecordingFile
+from aioengine.events.recording.locked_file import RecordingFile
+from aioengine.events.recording.writer import StepRecorder
 from aioengine.events.server import EventServer
+from aioengine.events.sources.base import EngineControl
 from aioengine.events.step_event import EngineSnapshot
 from aioengine.events.wire import WireHeader
 
@@ -66,7 +66,16 @@ class Publisher:
         """End the connections and the recording. Idempotent."""
         if self._server is not None:
             await self._server.close()
+        await asyncio.to_thread(self.close_recording)
+
+    def abandon(self) -> None:
+        """As `close`, without waiting, after the event loop was closed; the recording stays open."""
+        if self._server is not None:
+            self._server.abandon()
+
+    def close_recording(self) -> None:
+        """Write the rest of the recording and close it; blocks. Idempotent."""
         if self._recording is not None:
             self._recording.close()
         if self._recorder is not None:
-            await asyncio.to_thread(self._recorder.close)
+            self._recorder.close()

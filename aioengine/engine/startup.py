@@ -14,7 +14,7 @@ from aioengine.errors import ConfigError
 from aioengine.executor.base import Executor
 
 if TYPE_CHECKING:
-    from aioengine.models.files import ModelFiles
+    from aioengine.checkpoint.files import ModelFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class EngineParts:
 
 async def find_parts(config: EngineConfig, *, tokenizer: TextTokenizer | None) -> EngineParts:
     """Find (or fetch) the model and resolve the settings for it. Raises ModelError and ConfigError."""
-    files, info, own_tokenizer, cuda_available = await asyncio.to_thread(_find_model, config)
+    files, info, own_tokenizer, cuda_available = await asyncio.to_thread(_find_model, config, needs_tokenizer=tokenizer is None)
     resolved = config.resolve(info, cuda_available=cuda_available, free_memory_bytes=free_memory_bytes())
     executor = await asyncio.to_thread(_make_executor, resolved, files)
     return EngineParts(info, own_tokenizer if tokenizer is None else tokenizer, resolved, executor)
@@ -43,18 +43,18 @@ def parts_for_executor(
     if info is None:
         raise ConfigError(f"executor={type(executor).__name__} was given without model_info=")
     # What the device really is, only the executor knows.
-    resolved = config.resolve(info, cuda_available=config.device == "cuda", free_memory_bytes=free_memory_bytes())
+    resolved = config.resolve(info, cuda_available=config.device.startswith("cuda"), free_memory_bytes=free_memory_bytes())
     return EngineParts(info, tokenizer, resolved, executor)
 
 
-def _find_model(config: EngineConfig) -> tuple[ModelFiles, ModelInfo, TextTokenizer, bool]:
-    """Imports torch, which takes seconds."""
+def _find_model(config: EngineConfig, *, needs_tokenizer: bool) -> tuple[ModelFiles, ModelInfo, TextTokenizer | None, bool]:
+    """Imports torch, which takes seconds. needs_tokenizer: without one it cannot go on; else it may still name stop ids."""
     # Read when torch loads OpenMP; a program that has imported torch before sets it itself. Threads that spin at the end
     # of each operation take the core from the event loop, and from whatever else runs: a third of the speed was left.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    from aioengine.models.files import read_model_info
-    from aioengine.models.hub import resolve_model
-    from aioengine.models.tokenizer import load_tokenizer
+    from aioengine.checkpoint.tokenizer import load_tokenizer
+    from aioengine.checkpoint.tokenizer_files import has_tokenizer
+    from aioengine.models.info import read_model_info, resolve_model
 
     files = resolve_model(config.model)
     folder = files.folder
@@ -64,7 +64,8 @@ def _find_model(config: EngineConfig) -> tuple[ModelFiles, ModelInfo, TextTokeni
 
     import torch
 
-    return files, read_model_info(files), load_tokenizer(folder), torch.cuda.is_available()
+    tokenizer = load_tokenizer(folder) if needs_tokenizer or has_tokenizer(folder) else None
+    return files, read_model_info(files, tokenizer=tokenizer), tokenizer, torch.cuda.is_available()
 
 
 def _make_executor(config: ResolvedConfig, files: ModelFiles) -> Executor:

@@ -105,6 +105,10 @@ class Submitter:
         """The names that events show for what is live of a request; empty: no such request is live."""
         return self._output.scheduled_ids(request_id)
 
+    def is_live(self, request_id: str) -> bool:
+        """There is a live request of this name, the user's or the scheduler's. May be asked in any thread."""
+        return bool(self._output.scheduled_ids(request_id)) or self._output.is_live(request_id)
+
     def abort(self, request_id: str) -> bool:
         """End all continuations of a request with the reason "abort". False if no such request is live."""
         return self._abort(self._output.scheduled_ids(request_id))

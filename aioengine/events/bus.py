@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -93,7 +94,8 @@ class Subscription:
 
     def _end(self) -> None:
         self._closed = True
-        self._ready.set()
+        with contextlib.suppress(RuntimeError):  # a reader's event loop may have been closed before: nobody waits there
+            self._ready.set()
 
     def _settle(self) -> None:
         if not self._events and not self._closed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import socket
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -13,18 +14,17 @@ from typing import Any
 from aioengine.errors import AioEngineError, ConfigError
 from aioengine.events.address import TcpAddress, UnixAddress, bind, parse_address, remove_socket_file
 from aioengine.events.bus import StepBus
-from aioengine.events.protocol import (
+from aioengine.events.socket_protocol import (
     MAX_COMMAND_BYTES,
     Command,
-    EngineControl,
     Hello,
     Reply,
     Welcome,
     decode_client_line,
     encode_line,
 )
+from aioengine.events.sources.base import EngineControl, Gap
 from aioengine.events.step_event import EngineSnapshot, Event
-from aioengine.events.stream import Gap
 from aioengine.events.wire import WireError, WireHeader, encode, encode_header
 from aioengine.printable import get_logger
 
@@ -113,6 +113,21 @@ class EventServer:
         if isinstance(self.address, UnixAddress):
             remove_socket_file(self.address.path, self._inode)
 
+    def abandon(self) -> None:
+        """Free the address without waiting: in the event loop, or after it was closed. Viewers find their connection ended."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._bus is not None:
+            self._bus.remove_observer(self._on_event)
+        if self._server is not None:
+            self._server.close()
+        self._socket.close()
+        for viewer in self._viewers:
+            viewer.cut()
+        if isinstance(self.address, UnixAddress):
+            remove_socket_file(self.address.path, self._inode)
+
     # ------------------------------------------------------------------ events out
     def _on_event(self, event: Event) -> None:
         """Called by the bus. Observes only while somebody is connected. Never raises: viewers get a snapshot instead."""
@@ -172,7 +187,8 @@ class EventServer:
             logger.debug("a viewer of %s is gone: %s: %s", self.address, type(exc).__name__, exc)
         finally:
             self._tasks.discard(task)
-            writer.transport.abort()  # close() would wait for a viewer that does not read
+            with contextlib.suppress(RuntimeError):  # the event loop was closed around this
+                writer.transport.abort()  # close() would wait for a viewer that does not read
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._token is not None and not await self._is_welcome(reader):
@@ -193,9 +209,10 @@ class EventServer:
                 task.result()
         finally:
             self._remove_viewer(viewer)
-            for task in (sending, reading):
-                task.cancel()
-            await asyncio.gather(sending, reading, return_exceptions=True)
+            if not sending.get_loop().is_closed():  # else nothing runs, and nothing can be awaited
+                for task in (sending, reading):
+                    task.cancel()
+                await asyncio.gather(sending, reading, return_exceptions=True)
 
     async def _is_welcome(self, reader: asyncio.StreamReader) -> bool:
         assert self._token is not None
@@ -318,3 +335,10 @@ class _Viewer:
         if not self._num_lost and not self._writer.is_closing():
             with contextlib.suppress(OSError):
                 self._writer.write(self._take(_MAX_BUFFERED_BYTES))
+
+    def cut(self) -> None:
+        """End the connection, whether or not there is an event loop that knows of it."""
+        connection = self._writer.get_extra_info("socket")
+        if connection is not None:  # else the event loop has closed it, as uvloop does
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)

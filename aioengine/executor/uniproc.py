@@ -16,10 +16,10 @@ from aioengine.errors import EngineDeadError
 from aioengine.executor.base import GrammarOutput, hand_on
 from aioengine.executor.worker_thread import WorkerThread
 from aioengine.outputs import ModelRunnerOutput
-from aioengine.worker.async_output import AsyncOutput, OutputThread
+from aioengine.worker.pipeline.async_output import AsyncOutput, OutputThread
 
 if TYPE_CHECKING:
-    from aioengine.models.files import ModelFiles
+    from aioengine.checkpoint.files import ModelFiles
 
 T = TypeVar("T")
 

@@ -19,9 +19,9 @@ def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-def find_activation(name: str) -> Activation | None:
-    """The activation that `hidden_act` of a config names; None if it is not one of those known here."""
-    known: dict[str, Activation] = {
+def known_activations() -> dict[str, Activation]:
+    """By the names that `hidden_act` of a config gives them."""
+    return {
         "silu": F.silu,
         "swish": F.silu,
         "gelu": F.gelu,
@@ -29,7 +29,11 @@ def find_activation(name: str) -> Activation | None:
         "gelu_new": gelu_tanh,
         "relu": F.relu,
     }
-    return known.get(name)
+
+
+def find_activation(name: str) -> Activation | None:
+    """The activation that `hidden_act` of a config names; None if it is not one of those known here."""
+    return known_activations().get(name)
 
 
 def gated(activation: Activation, gate_up: torch.Tensor) -> torch.Tensor:

@@ -5,50 +5,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import nn
-
-from aioengine.layers.weight_format import DenseFormat, StoredTensor, WeightFormat
 
 
 class Linear(nn.Module):
     """y = x W^T + b, with W made of one part for each of `out_sizes`, stacked along the rows.
 
     Stacking turns three products on the same input into one, which matters most for a few tokens a step.
-    Parameters are uninitialised until `load_part` has filled every part.
+    Parameters are uninitialised until every `part` is filled.
     """
 
-    weight: nn.Parameter  # [out_features, in_features]
-    bias: nn.Parameter | None  # [out_features]
-
-    def __init__(
-        self,
-        in_features: int,
-        out_sizes: Sequence[int],
-        *,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-        weight_format: WeightFormat | None = None,
-    ) -> None:
+    def __init__(self, in_features: int, out_sizes: Sequence[int], *, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.in_features = in_features
         self.out_sizes = tuple(out_sizes)
         self.out_features = sum(out_sizes)
-        self.has_bias = bias
-        self.weight_format = weight_format or DenseFormat()
-        self.weight_format.create(self, bias=bias, dtype=dtype, device=device)
+        weight = torch.empty(self.out_features, in_features, dtype=dtype, device=device)
+        self.weight = nn.Parameter(weight, requires_grad=False)  # [out_features, in_features]
+        self.bias: nn.Parameter | None = None  # [out_features]
+        if bias:
+            self.bias = nn.Parameter(torch.empty(self.out_features, dtype=dtype, device=device), requires_grad=False)
 
-    def part_shape(self, kind: str, part: int) -> tuple[int, ...] | None:
-        """The shape of one part of "weight" or "bias"; None if this layer has no such parameter."""
-        if kind == "weight":
-            return (self.out_sizes[part], self.in_features)
-        return (self.out_sizes[part],) if kind == "bias" and self.has_bias else None
-
-    def load_part(self, kind: str, part: int, stored: StoredTensor) -> None:
-        """Read a checkpoint tensor of shape `part_shape(kind, part)` into its rows."""
-        start = sum(self.out_sizes[:part])
-        self.weight_format.load(self, kind, slice(start, start + self.out_sizes[part]), stored)
+    def part(self, kind: str, index: int) -> torch.Tensor | None:
+        """The rows of "weight" or "bias" that one checkpoint tensor fills, to be written to; None without such a parameter."""
+        parameter = self.weight if kind == "weight" else self.bias if kind == "bias" else None
+        start = sum(self.out_sizes[:index])
+        return None if parameter is None else parameter.data[start : start + self.out_sizes[index]]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] -> [..., out_features]."""
-        return self.weight_format.apply(self, x)
+        return F.linear(x, self.weight, self.bias)

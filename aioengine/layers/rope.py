@@ -69,14 +69,24 @@ class RotaryEmbedding:
 def inverse_frequencies(config: RopeConfig, *, head_dim: int, max_positions: int) -> tuple[torch.Tensor, float]:
     """The angle a position, [head_dim / 2] float32, and the factor on cosines and sines.
 
+    Two parameters that only GGUF files have go with every kind: `frequency_factors`, one divisor for each frequency, and `magnitude`,
+    a factor on cosines and sines.
+
     Raises ValueError for a kind not known here and KeyError for a missing parameter.
     """
+    inverse, scale = _scaled_frequencies(config, head_dim=head_dim, max_positions=max_positions)
+    factors = config.parameters.get("frequency_factors")
+    if factors is not None:
+        inverse = inverse / torch.tensor(factors, dtype=torch.float32)
+    return inverse, scale * config.parameters.get("magnitude", 1.0)
+
+
+def _scaled_frequencies(config: RopeConfig, *, head_dim: int, max_positions: int) -> tuple[torch.Tensor, float]:
     powers = config.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     inverse = 1.0 / powers
     parameters = config.parameters
     if config.kind == "default":
-        factors = parameters.get("frequency_factors")
-        return (inverse if factors is None else inverse / torch.tensor(factors, dtype=torch.float32)), 1.0
+        return inverse, 1.0
     if config.kind == "linear":
         return inverse / parameters["factor"], 1.0
     if config.kind == "llama3":

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from aioengine.attention.base import AttentionBackend
-from aioengine.layers.weight_format import StoredTensor
+from aioengine.checkpoint.stored_tensor import StoredTensor
 from aioengine.models.config import DecoderConfig
 
 
@@ -24,6 +24,7 @@ class CausalLM(nn.Module):
     packed_modules_mapping: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     num_layers: int
+    default_eos_token_id: ClassVar[int | None] = None  # what the family's config class assumes where nothing states one
     runs_own_threads: ClassVar[bool] = False  # the products do not run on PyTorch's threads
 
     @classmethod

@@ -1,20 +1,22 @@
 """The shape of a decoder, read from the `config.json` that transformers writes.
 
-Read directly rather than through `AutoConfig`, whose import alone takes most of a second at every start. The fields are
-the same in every release of transformers except the rotary ones, which moved into `rope_parameters` in version 5.
+Read directly rather than through `AutoConfig`, whose import alone takes most of a second at every start. Where a fact can
+stand in two places, what counts is what transformers 5 takes (the tests compare with it, the two disagreeing).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from aioengine.errors import ModelError
+from aioengine.layers.activation import find_activation, known_activations
 from aioengine.layers.rope import RopeConfig
 
+_DEFAULT_THETA = 10000.0
 _ROPE_KINDS = frozenset({"default", "linear", "llama3", "yarn", "dynamic"})
 # Several times what the largest models have: more is damage, and would be taken for real when memory is allocated.
 _LIMITS: Mapping[str, int] = MappingProxyType(
@@ -29,7 +31,6 @@ _LIMITS: Mapping[str, int] = MappingProxyType(
         "max_position_embeddings": 1 << 24,
         "sliding_window": 1 << 24,
         "original_max_position_embeddings": 1 << 24,
-        "max_window_layers": 1 << 12,
     }
 )
 _MAX_ROTARY_NUMBERS = 1 << 28  # of the table of angles, [max_position_embeddings, head_dim] float32: 1 GiB
@@ -46,6 +47,7 @@ _ROPE_NUMBERS = (
     "beta_slow",
     "mscale",
     "mscale_all_dim",
+    "magnitude",
 )
 
 
@@ -60,7 +62,7 @@ class DecoderConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    max_position_embeddings: int
+    max_position_embeddings: int  # the longest sequence: what the key of this name says, and what rotary scaling makes of it
     rms_norm_eps: float
     hidden_act: str
     rope: RopeConfig
@@ -72,18 +74,20 @@ class DecoderConfig:
     sliding_window: int | None = None
 
 
-def decoder_config(raw: Mapping[str, Any], *, defaults: Mapping[str, Any], **facts: Any) -> DecoderConfig:
+def decoder_config(
+    raw: Mapping[str, Any], *, defaults: Mapping[str, Any], windows: Sequence[int | None] = (None,), **facts: Any
+) -> DecoderConfig:
     """Build a DecoderConfig from `raw`, the content of config.json.
 
-    defaults: what the family's config class assumes for absent keys. facts: fields that the family derives itself.
-    Raises ModelError naming the key that is missing or impossible.
+    defaults: what the family's config class assumes for absent keys; null is no absence, and only some keys may be null.
+    windows: the sliding window of each layer, None: it sees everything. facts: fields that the family derives itself.
+    Raises ModelError naming the key that is missing, impossible or not supported.
     """
-    fields = {**defaults, **{key: value for key, value in raw.items() if value is not None}}
-    num_heads = _positive(fields, "num_attention_heads")
-    hidden_size = _positive(fields, "hidden_size")
-    fields.setdefault("num_key_value_heads", num_heads)
-    fields.setdefault("head_dim", hidden_size // num_heads)
-    num_kv_heads, head_dim = _positive(fields, "num_key_value_heads"), _positive(fields, "head_dim")
+    refuse_unsupported(raw)
+    fields = {**defaults, **raw}
+    num_heads, hidden_size = _positive(fields, "num_attention_heads"), _positive(fields, "hidden_size")
+    num_kv_heads = num_heads if fields.get("num_key_value_heads") is None else _positive(fields, "num_key_value_heads")
+    head_dim = _positive({"head_dim": hidden_size // num_heads} if fields.get("head_dim") is None else fields, "head_dim")
     if num_heads % num_kv_heads:
         raise ModelError(f"config.json: num_attention_heads ({num_heads}) is not a multiple of num_key_value_heads ({num_kv_heads})")
     if head_dim % 2:
@@ -94,6 +98,8 @@ def decoder_config(raw: Mapping[str, Any], *, defaults: Mapping[str, Any], **fac
             f"config.json: max_position_embeddings ({max_positions}) times head_dim ({head_dim}) exceeds {_MAX_ROTARY_NUMBERS}, "
             "the limit of the rotary table"
         )
+    rope = rope_config(fields, max_positions=max_positions, head_dim=head_dim)
+    num_positions = min(_scaled_positions(rope, max_positions), _MAX_ROTARY_NUMBERS // head_dim)
     return DecoderConfig(
         vocab_size=_positive(fields, "vocab_size"),
         hidden_size=hidden_size,
@@ -102,39 +108,114 @@ def decoder_config(raw: Mapping[str, Any], *, defaults: Mapping[str, Any], **fac
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position_embeddings=max_positions,
+        max_position_embeddings=num_positions,
         rms_norm_eps=_number(fields, "rms_norm_eps", default=1e-6),
-        hidden_act=_name(fields, "hidden_act", default="silu"),
-        rope=rope_config(fields, max_positions=max_positions, head_dim=head_dim),
+        hidden_act=_activation(fields),
+        rope=rope,
         tie_word_embeddings=flag(fields, "tie_word_embeddings"),
+        sliding_window=_common_window(windows, num_positions=num_positions),
         **facts,
     )
 
 
-def rope_config(fields: Mapping[str, Any], *, max_positions: int, head_dim: int) -> RopeConfig:
-    """`rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
+def refuse_unsupported(raw: Mapping[str, Any]) -> None:
+    """Raise ModelError for a model whose weights or whose kind no family here can serve, naming the key and its value."""
+    for key in ("quantization_config", "compression_config"):
+        if stated := raw.get(key):
+            method = stated.get("quant_method") if isinstance(stated, Mapping) else None
+            if method is None and isinstance(stated, Mapping) and (stated.get("load_in_4bit") or stated.get("load_in_8bit")):
+                method = "bitsandbytes"
+            bits = next((stated[name] for name in ("bits", "w_bit") if name in stated), None) if isinstance(stated, Mapping) else None
+            raise ModelError(
+                f"config.json: {key}: weights quantized by quant_method {method!r:.100}{'' if bits is None else f' ({bits!r:.20} bits)'} "
+                "are not supported; use the model that was quantized, or a GGUF file of it"
+            )
+    if raw.get("is_encoder_decoder"):
+        raise ModelError("config.json: is_encoder_decoder is true: only models that are a decoder alone are supported")
 
-    Raises ModelError for an unknown kind and for a parameter that is missing or impossible.
+
+def _activation(fields: Mapping[str, Any]) -> str:
+    name = _name(fields, "hidden_act", default="silu")
+    if find_activation(name) is None:
+        raise ModelError(f"config.json: hidden_act {name!r} is not supported; supported: {', '.join(sorted(known_activations()))}")
+    return name
+
+
+def _common_window(windows: Sequence[int | None], *, num_positions: int) -> int | None:
+    """The window that all layers have; one that holds the longest sequence is none. Raises ModelError if they differ."""
+    found = {None if window is None or window >= num_positions else window for window in windows}
+    if len(found) > 1:
+        kinds = ", ".join("full attention" if window is None else f"a window of {window} tokens" for window in sorted(found, key=str))
+        raise ModelError(
+            f"config.json: layers of different attention types are not supported: {kinds} ("
+            "keys layer_types, use_sliding_window, max_window_layers); all layers must be alike"
+        )
+    (window,) = found
+    return window
+
+
+def rope_config(fields: Mapping[str, Any], *, max_positions: int, head_dim: int) -> RopeConfig:
+    """From `rope_scaling`, or if that is absent or empty from `rope_parameters`, as a whole: so does transformers 5.
+
+    `rope_theta` may stand there or beside it. Raises ModelError for an unknown kind and for a parameter that is missing or
+    impossible.
     """
-    parameters = {**_mapping(fields, "rope_scaling"), **_mapping(fields, "rope_parameters")}
-    kind = str(parameters.pop("rope_type", None) or parameters.pop("type", None) or "default")
+    key = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
+    parameters = dict(_mapping(fields, key))
+    nested = [name for name, value in parameters.items() if isinstance(value, Mapping)]
+    if nested:
+        raise ModelError(f"config.json: {key} differs by the type of layer ({', '.join(nested):.200}); one for all layers is supported")
+    kind = str(parameters.pop("rope_type", None) or parameters.get("type") or "default")
     parameters.pop("type", None)
-    found = {"rope_theta": parameters.pop("rope_theta", None) or fields.get("rope_theta") or 10000.0}
-    theta = _number(found, "rope_theta", default=10000.0)
+    found = {"rope_theta": parameters.pop("rope_theta", None) or fields.get("rope_theta") or _DEFAULT_THETA}
+    theta = _number(found, "rope_theta", default=_DEFAULT_THETA)
     if kind not in _ROPE_KINDS:
-        raise ModelError(f"config.json: rope type {kind!r:.200} is not supported; supported: {', '.join(sorted(_ROPE_KINDS))}")
+        raise ModelError(f"config.json: {key}: rope type {kind!r:.200} is not supported; supported: {', '.join(sorted(_ROPE_KINDS))}")
     rotated = parameters.pop("partial_rotary_factor", None) or fields.get("partial_rotary_factor") or 1.0
     if rotated != 1.0:
-        raise ModelError(f"config.json: partial_rotary_factor {rotated} is not supported; only 1.0 is")
+        raise ModelError(f"config.json: partial_rotary_factor {rotated!r:.200} is not supported; only 1.0 is")
     if kind in ("llama3", "yarn"):
         trained = fields.get("original_max_position_embeddings") or parameters.get("original_max_position_embeddings")
         parameters["original_max_position_embeddings"] = trained or max_positions
     _check_rope_numbers(parameters, kind=kind, theta=theta, head_dim=head_dim)
     needed = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}.get(kind, ())
-    for key in needed:
-        if parameters.get(key) is None:
-            raise ModelError(f"config.json: rope type {kind!r} needs a number {key!r}, got None")
+    for name in needed:
+        if parameters.get(name) is None:
+            raise ModelError(f"config.json: rope type {kind!r} needs a number {name!r}, got None")
+    if kind == "yarn" and parameters.get("factor") is None:
+        parameters["factor"] = max_positions / parameters["original_max_position_embeddings"]
     return RopeConfig(theta=theta, kind=kind, parameters=parameters)
+
+
+def _scaled_positions(rope: RopeConfig, max_positions: int) -> int:
+    """`max_position_embeddings` is the length before linear scaling, and with YaRN it may be the one before or after."""
+    if rope.kind == "linear":
+        return max(int(max_positions * rope.parameters["factor"]), max_positions)
+    if rope.kind == "yarn":
+        return max(int(rope.parameters["original_max_position_embeddings"] * rope.parameters["factor"]), max_positions)
+    return max_positions
+
+
+def contradictions(raw: Mapping[str, Any]) -> Iterator[str]:
+    """What a config.json states twice and differently, with what is taken; for people to read."""
+    scaling, parameters = raw.get("rope_scaling"), raw.get("rope_parameters")
+    if isinstance(scaling, Mapping) and isinstance(parameters, Mapping) and scaling and scaling != parameters:
+        if parameters.get("rope_type", "default") != "default":
+            yield f"rope_scaling replaces rope_parameters as a whole, which stated {dict(parameters)!r:.200}"
+        taken = next((place["rope_theta"] for place in (scaling, raw) if place.get("rope_theta") is not None), _DEFAULT_THETA)
+        if parameters.get("rope_theta") not in (None, taken):
+            yield (
+                f"rope_theta {parameters['rope_theta']!r:.50} stands in rope_parameters, which rope_scaling replaces: it is {taken!r:.50}; "
+                "write it into rope_scaling"
+            )
+    inner = scaling or parameters
+    beside, inside = raw.get("rope_theta"), inner.get("rope_theta") if isinstance(inner, Mapping) else None
+    if None not in (beside, inside) and beside != inside:
+        yield f"rope_theta {beside!r:.50} does not count beside that of the rotary settings, {inside!r:.50}"
+    if raw.get("model_type") == "llama" and raw.get("sliding_window") is not None:
+        yield f"sliding_window {raw['sliding_window']!r:.50} does not count: Llama has no windows"
+    if None not in (raw.get("dtype"), raw.get("torch_dtype")) and str(raw["dtype"]) != str(raw["torch_dtype"]):
+        yield f"torch_dtype {raw['torch_dtype']!r:.50} does not count beside dtype {raw['dtype']!r:.50}"
 
 
 def _check_rope_numbers(parameters: Mapping[str, Any], *, kind: str, theta: float, head_dim: int) -> None:
@@ -171,27 +252,48 @@ def flag(fields: Mapping[str, Any], key: str) -> bool:
     return bool(value)
 
 
-def qwen_sliding_window(fields: Mapping[str, Any]) -> int | None:
-    """Qwen's windows start at layer `max_window_layers`; only "all layers" or "none" can be served with one KV layout."""
-    size = window(fields)
-    if not flag(fields, "use_sliding_window") or size is None:
-        return None
-    num_layers, first = _positive(fields, "num_hidden_layers"), fields.get("max_window_layers", 28)
-    if first != 0:  # 0 is "all layers"
-        first = _positive({"max_window_layers": first}, "max_window_layers")
-    kinds = _layer_types(fields) or {"sliding_attention" if i >= first else "full_attention" for i in range(num_layers)}
-    if kinds == {"full_attention"}:
-        return None
-    if kinds != {"sliding_attention"}:
-        raise ModelError(f"config.json: layers of different attention types ({', '.join(sorted(kinds))}) are not supported")
-    return size
+def qwen_windows(raw: Mapping[str, Any], *, defaults: Mapping[str, Any]) -> list[int | None]:
+    """The window of each layer. `layer_types` decides which have one; if it is absent they start at layer `max_window_layers`."""
+    fields = {**defaults, **raw}
+    size = window(fields, default=4096) if flag(fields, "use_sliding_window") else None
+    first = fields.get("max_window_layers", 28)
+    if not isinstance(first, int):
+        raise ModelError(f"config.json: max_window_layers must be an integer, got {first!r:.200}")
+    return _layer_windows(fields, size=size, otherwise=[i >= first for i in range(_positive(fields, "num_hidden_layers"))])
 
 
-def _layer_types(fields: Mapping[str, Any]) -> set[str]:
-    kinds = fields.get("layer_types") or []
+def mistral_windows(raw: Mapping[str, Any], *, defaults: Mapping[str, Any]) -> list[int | None]:
+    """The window of each layer: of all, unless `layer_types` is there. A null window means none; an absent key Mistral 7B's."""
+    fields = {**defaults, **raw}
+    return _layer_windows(fields, size=window(fields), otherwise=[True] * _positive(fields, "num_hidden_layers"))
+
+
+def _layer_windows(fields: Mapping[str, Any], *, size: int | None, otherwise: Sequence[bool]) -> list[int | None]:
+    """size: of the windowed layers. otherwise: which those are if `layer_types` does not say."""
+    kinds = _layer_types(fields)
+    if kinds is None:
+        return [size if windowed else None for windowed in otherwise]
+    if len(kinds) != len(otherwise):
+        raise ModelError(f"config.json: layer_types has {len(kinds)} entries, num_hidden_layers is {len(otherwise)}")
+    if "sliding_attention" in kinds and size is None:
+        switch = f"use_sliding_window is {fields['use_sliding_window']!r:.50}, " if "use_sliding_window" in fields else ""
+        raise ModelError(
+            'config.json: layer_types has "sliding_attention", but there is no window: '
+            f"{switch}sliding_window is {fields.get('sliding_window')!r:.50}"
+        )
+    return [size if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _layer_types(fields: Mapping[str, Any]) -> list[str] | None:
+    kinds = fields.get("layer_types")
+    if kinds is None:
+        return None
     if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
         raise ModelError(f"config.json: layer_types must be a list of names, got {kinds!r:.200}")
-    return set(kinds)
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention", "attention"})
+    if unknown:
+        raise ModelError(f"config.json: layer_types {', '.join(unknown):.200} is not supported; full_attention and sliding_attention are")
+    return ["full_attention" if kind == "attention" else kind for kind in kinds]  # its name of old
 
 
 def _positive(fields: Mapping[str, Any], key: str) -> int:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from aioengine.attention.base import AttentionBackend, RotationInputs
+from aioengine.checkpoint.stored_tensor import StoredTensor
 from aioengine.errors import ModelError
 from aioengine.layers.activation import find_activation, gated_op
 from aioengine.layers.attention import Attention
@@ -20,7 +21,6 @@ from aioengine.layers.embedding import TokenEmbedding
 from aioengine.layers.linear import Linear
 from aioengine.layers.norm import RMSNorm
 from aioengine.layers.rope import PositionsInTable, RotaryEmbedding, Rotation
-from aioengine.layers.weight_format import StoredTensor
 from aioengine.models.base import CausalLM
 from aioengine.models.config import DecoderConfig
 from aioengine.models.weights import WeightAssigner

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 import torch
 
 from aioengine.attention.base import AttentionBackend
+from aioengine.checkpoint.files import ModelFiles
+from aioengine.checkpoint.gguf import open_gguf
+from aioengine.checkpoint.json_file import read_json
+from aioengine.checkpoint.safetensors import open_all_safetensors
+from aioengine.checkpoint.stored_tensor import StoredTensor
 from aioengine.config import ModelInfo
 from aioengine.errors import ConfigError, ModelError
-from aioengine.layers.weight_format import StoredTensor
 from aioengine.models.base import CausalLM
+from aioengine.models.checkpoint_tensors import settle_tensors
 from aioengine.models.config import DecoderConfig
 from aioengine.models.decoder import DecoderForCausalLM
-from aioengine.models.files import ModelFiles
-from aioengine.models.gguf import GGUFFile
-from aioengine.models.json_file import read_json
-from aioengine.models.native_decoder import build_native, why_not_native
+from aioengine.models.native_decoder import announce_dense, build_native, why_not_native
 from aioengine.models.registry import find_model_class
-from aioengine.models.safetensors import open_safetensors
 from aioengine.models.weights import check_sizes
 from aioengine.printable import get_logger
 
@@ -53,10 +54,12 @@ def load_model(
     )
     try:
         tensors = list(_stored_tensors(files))  # not read yet
-        if issubclass(family, DecoderForCausalLM):
-            check_sizes(config, tensors)
         with torch.no_grad():
+            if issubclass(family, DecoderForCausalLM):
+                config, tensors = settle_tensors(config, tensors)
+                check_sizes(config, tensors)
             if native:
+                announce_dense(tensors)
                 model = build_native(config, attention_backend=attention_backend, fast=weights == "fast")
             else:
                 model = family.build(config, attention_backend=attention_backend, dtype=dtype, device=device)
@@ -108,6 +111,5 @@ def _one_torch_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _stored_tensors(files: ModelFiles) -> Iterator[StoredTensor]:
-    for path in files.weights:
-        yield from GGUFFile(path).tensors() if files.format == "gguf" else open_safetensors(path)
+def _stored_tensors(files: ModelFiles) -> Iterable[StoredTensor]:
+    return open_all_safetensors(files.weights) if files.format == "safetensors" else open_gguf(files.weights)

@@ -14,16 +14,21 @@ import torch
 
 from aioengine.attention.base import AttentionBatch
 from aioengine.attention.cpu_paged import CpuPagedBackend
+from aioengine.checkpoint.dequantize import plain_dtype
+from aioengine.checkpoint.gguf import GGUFTensor
+from aioengine.checkpoint.stored_tensor import StoredTensor
 from aioengine.errors import ModelError
 from aioengine.layers.rope import RotaryEmbedding
-from aioengine.layers.weight_format import StoredTensor
 from aioengine.models.base import CausalLM
 from aioengine.models.config import DecoderConfig
 from aioengine.models.decoder import DecoderForCausalLM
+from aioengine.printable import get_logger
 
 if TYPE_CHECKING:
     from aioengine.attention.base import AttentionBackend
     from aioengine_kernels.cpu import FusedMatrix, LayerWeights, NativeDecoder, PackedMatrix
+
+logger = get_logger(__name__)
 
 _SILU = ("silu", "swish")
 
@@ -51,6 +56,24 @@ def build_native(config: DecoderConfig, *, attention_backend: AttentionBackend, 
     """The model without its weights, for a configuration that `why_not_native` has nothing against."""
     assert isinstance(attention_backend, CpuPagedBackend)
     return NativeDecoderForCausalLM(config, attention_backend=attention_backend, fast=fast)
+
+
+def announce_dense(tensors: Iterable[StoredTensor]) -> None:
+    """Warn, in one line and before it happens, of quantized matrices that the native kernels keep as plain numbers."""
+    from aioengine_kernels.cpu.packing import supports_packing
+
+    stored_bytes, dense_bytes, reasons = 0, 0, dict[str, None]()
+    for stored in tensors:
+        if not isinstance(stored, GGUFTensor) or len(stored.shape) == 1 or plain_dtype(stored.info.kind) is not None:
+            continue
+        reason = supports_packing(stored.info.kind.name, stored.shape[1])
+        if reason is not None:
+            stored_bytes += stored.info.num_bytes
+            dense_bytes += 4 * stored.shape[0] * stored.shape[1]
+            reasons[reason] = None
+    if reasons:
+        shown = "; ".join(list(reasons)[:3])
+        logger.warning("weights of %d bytes in the file take %d bytes in memory, as float32: %s", stored_bytes, dense_bytes, shown)
 
 
 class NativeDecoderForCausalLM(CausalLM):

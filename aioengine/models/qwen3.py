@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
-from aioengine.models.config import DecoderConfig, decoder_config, flag, qwen_sliding_window
+from aioengine.models import qwen2
+from aioengine.models.config import DecoderConfig, decoder_config, flag, qwen_windows
 from aioengine.models.decoder import DecoderForCausalLM
+
+DEFAULTS: Mapping[str, Any] = MappingProxyType({**qwen2.DEFAULTS, "head_dim": 128})
 
 
 class Qwen3ForCausalLM(DecoderForCausalLM):
     @classmethod
     def read_config(cls, raw: Mapping[str, Any]) -> DecoderConfig:
         bias = flag(raw, "attention_bias")
-        defaults = {"vocab_size": 151936, "max_position_embeddings": 32768, "head_dim": 128}
-        window = qwen_sliding_window(raw)
-        return decoder_config(raw, defaults=defaults, qkv_bias=bias, output_bias=bias, qk_norm=True, sliding_window=window)
+        windows = qwen_windows(raw, defaults=DEFAULTS)
+        return decoder_config(raw, defaults=DEFAULTS, windows=windows, qkv_bias=bias, output_bias=bias, qk_norm=True)

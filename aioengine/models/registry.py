@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 from types import MappingProxyType
+from typing import Any
 
 from aioengine.errors import ModelError
 from aioengine.models.base import CausalLM
@@ -23,6 +24,42 @@ BUILT_IN: Mapping[str, str] = MappingProxyType(
         "Qwen3ForCausalLM": "aioengine.models.qwen3:Qwen3ForCausalLM",
     }
 )
+# `model_type` of config.json, which is what transformers goes by.
+MODEL_TYPES: Mapping[str, str] = MappingProxyType(
+    {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+)
+
+
+def architecture_of(raw: Mapping[str, Any]) -> str:
+    """The architecture of a config.json: a plugin's that `architectures` names, else that of `model_type`, else the one named.
+
+    Where `architectures` names a class that has not the layers or the head of the model's type, it is that class, which is not
+    supported. Raises ModelError if there is neither key.
+    """
+    names, kind = architecture_names(raw), raw.get("model_type")
+    by_type = MODEL_TYPES.get(kind) if isinstance(kind, str) else None
+    if by_type is None:
+        if names:
+            return names[0]
+        if isinstance(kind, str):
+            raise ModelError(f"model_type {kind!r:.100} is not supported; supported: {', '.join(sorted(MODEL_TYPES))}")
+        raise ModelError("config.json names no architecture (keys 'architectures' and 'model_type')")
+    if not names or by_type in names:
+        return by_type
+    if _is_plugin(names[0]):
+        return names[0]
+    same = (by_type.lower(), by_type.removesuffix("ForCausalLM").lower() + "model")  # other spellings, and the part without a head
+    return by_type if names[0] in BUILT_IN or names[0].lower() in same else names[0]
+
+
+def architecture_names(raw: Mapping[str, Any]) -> list[str]:
+    """`architectures`, if it is a list of names."""
+    names = raw.get("architectures")
+    return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else []
+
+
+def _is_plugin(architecture: str) -> bool:
+    return architecture not in BUILT_IN and architecture in {entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)}
 
 
 def find_model_class(architecture: str) -> type[CausalLM]:

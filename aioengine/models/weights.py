@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
+from aioengine.checkpoint.stored_tensor import StoredTensor
 from aioengine.errors import ModelError
 from aioengine.layers.linear import Linear
-from aioengine.layers.weight_format import StoredTensor
+from aioengine.models.checkpoint_tensors import EMBEDDING, HEAD
 from aioengine.models.config import DecoderConfig
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
@@ -29,7 +30,8 @@ def check_sizes(config: DecoderConfig, tensors: Sequence[StoredTensor]) -> None:
     for name, shape in _matrix_shapes(config):
         stored = shapes.get(name)
         if stored is None:
-            raise ModelError(f"the checkpoint lacks {name}")
+            hint = "; a model whose head is its embedding says tie_word_embeddings: true" if name == HEAD else ""
+            raise ModelError(f"the checkpoint lacks {name}{hint}")
         if stored != shape:
             raise ModelError(f"tensor {name} has shape {list(stored)}, config.json implies {list(shape)}")
 
@@ -37,9 +39,9 @@ def check_sizes(config: DecoderConfig, tensors: Sequence[StoredTensor]) -> None:
 def _matrix_shapes(config: DecoderConfig) -> Iterator[tuple[str, tuple[int, int]]]:
     hidden, size, heads = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
     kv_heads = config.num_kv_heads * config.head_dim
-    yield "model.embed_tokens.weight", (config.vocab_size, hidden)
+    yield EMBEDDING, (config.vocab_size, hidden)
     if not config.tie_word_embeddings:
-        yield "lm_head.weight", (config.vocab_size, hidden)
+        yield HEAD, (config.vocab_size, hidden)
     for i in range(config.num_layers):
         attention, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
         yield f"{attention}.q_proj.weight", (heads, hidden)
@@ -71,7 +73,9 @@ class WeightAssigner:
             parent, _, last = path.rpartition(".")
             if isinstance(module, Linear):
                 sources = [f"{parent}.{part}" for part in self._packed[last]] if last in self._packed else [path]
-                names += [f"{source}.{kind}" for source in sources for kind in (("weight", "bias") if module.has_bias else ("weight",))]
+                names += [
+                    f"{source}.{kind}" for source in sources for kind in (("weight", "bias") if module.bias is not None else ("weight",))
+                ]
             else:
                 names += [f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)]
         return names
@@ -85,14 +89,11 @@ class WeightAssigner:
         parent, _, last = path.rpartition(".")
         fused, index = self._parts.get(last, (last, 0))
         module = self._modules[f"{parent}.{fused}" if parent else fused]
-        if isinstance(module, Linear):
-            self._check_shape(stored, module.part_shape(kind, index))
-            module.load_part(kind, index, stored)
-        else:
-            parameter = getattr(module, kind)
-            assert isinstance(parameter, torch.Tensor)
-            self._check_shape(stored, tuple(parameter.shape))
-            stored.read_into(parameter.data)
+        place = module.part(kind, index) if isinstance(module, Linear) else getattr(module, kind).data
+        assert isinstance(place, torch.Tensor)  # the name is one of those expected
+        if stored.shape != place.shape:
+            raise ModelError(f"tensor {stored.name} has shape {list(stored.shape)}, config.json implies {list(place.shape)}")
+        stored.read_into(place)
         self._missing.discard(stored.name)
 
     def check_complete(self) -> None:
@@ -101,8 +102,3 @@ class WeightAssigner:
             first = sorted(self._missing)[:3]
             more = f" and {len(self._missing) - len(first)} more" if len(self._missing) > len(first) else ""
             raise ModelError(f"the checkpoint lacks {', '.join(first)}{more}")
-
-    @staticmethod
-    def _check_shape(stored: StoredTensor, expected: tuple[int, ...] | None) -> None:
-        if stored.shape != expected:
-            raise ModelError(f"tensor {stored.name} has shape {list(stored.shape)}, config.json implies {list(expected or ())}")

@@ -97,32 +97,33 @@ class ChatCompletions:
         counts = UsageSoFar()
         chunk = partial(ChatChunk, id=completion_id, created=created, model=self._service.model_name)
         counts.add_prompt(turn.started.first)
-        roles = [ChunkChoice(index=c.index, delta=Delta(role="assistant", content="")) for c in turn.started.first.outputs]
-        yield event(chunk(choices=roles, usage=counts.usage() if continuous else UNSET))
-        texts = TextEvents(lambda index, text: chunk(choices=[ChunkChoice(index=index, delta=Delta(content=text))]))
-        last_output = None
-        async for output, completion in turn.outputs():
-            if output is not last_output:
-                counts.add(output)
-                last_output = output
-            pieces = turn.pieces(completion, completion.text)
-            if len(pieces) == 1 and type(pieces[0]) is TextPiece and not (continuous or request.logprobs or completion.finished):
-                yield texts.event(completion.index, pieces[0].text)
-                continue
-            deltas = _deltas(pieces)
-            logprobs = _logprobs(completion, request)
-            used = counts.usage() if continuous else UNSET
-            # The log-probabilities go with the first delta of these tokens, and the reason with the last.
-            if not deltas and (completion.finished or logprobs is not None):
-                deltas = [Delta()] if completion.finished else [Delta(content="")]
-            for number, delta in enumerate(deltas):
-                choice = ChunkChoice(index=completion.index, delta=delta, logprobs=logprobs if number == 0 else None)
-                if completion.finished and number == len(deltas) - 1:
-                    choice.finish_reason, choice.stop_reason = turn.finish_reason(completion), stop_reason(completion)
-                yield event(chunk(choices=[choice], usage=used))
-        if options and options.include_usage:
-            yield event(chunk(choices=[], usage=counts.usage()))
-        yield DONE
+        async with turn:
+            roles = [ChunkChoice(index=c.index, delta=Delta(role="assistant", content="")) for c in turn.started.first.outputs]
+            yield event(chunk(choices=roles, usage=counts.usage() if continuous else UNSET))
+            texts = TextEvents(lambda index, text: chunk(choices=[ChunkChoice(index=index, delta=Delta(content=text))]))
+            last_output = None
+            async for output, completion in turn.outputs():
+                if output is not last_output:
+                    counts.add(output)
+                    last_output = output
+                pieces = turn.pieces(completion, completion.text)
+                if len(pieces) == 1 and type(pieces[0]) is TextPiece and not (continuous or request.logprobs or completion.finished):
+                    yield texts.event(completion.index, pieces[0].text)
+                    continue
+                deltas = _deltas(pieces)
+                logprobs = _logprobs(completion, request)
+                used = counts.usage() if continuous else UNSET
+                # The log-probabilities go with the first delta of these tokens, and the reason with the last.
+                if not deltas and (completion.finished or logprobs is not None):
+                    deltas = [Delta()] if completion.finished else [Delta(content="")]
+                for number, delta in enumerate(deltas):
+                    choice = ChunkChoice(index=completion.index, delta=delta, logprobs=logprobs if number == 0 else None)
+                    if completion.finished and number == len(deltas) - 1:
+                        choice.finish_reason, choice.stop_reason = turn.finish_reason(completion), stop_reason(completion)
+                    yield event(chunk(choices=[choice], usage=used))
+            if options and options.include_usage:
+                yield event(chunk(choices=[], usage=counts.usage()))
+            yield DONE
 
 
 def _params(request: ChatCompletionRequest, structured_outputs: StructuredOutputsParams | None, changes: dict[str, Any]) -> SamplingParams:

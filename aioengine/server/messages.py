@@ -87,25 +87,26 @@ class Messages:
     async def _events(self, turn: Turn, message_id: str) -> AsyncGenerator[bytes, None]:
         counts = UsageSoFar()
         counts.add_prompt(turn.started.first)
-        message = MessageAnswer(
-            id=message_id, model=self._service.model_name, content=[], stop_reason=None, stop_sequence=None, usage=_usage(counts)
-        )
-        yield _named({"type": "message_start", "message": message})
-        yield _named({"type": "ping"})
-        blocks = _OpenBlock()
-        last: CompletionOutput | None = None
-        async for output, completion in turn.outputs():
-            counts.add(output)
-            last = completion
-            for piece in turn.pieces(completion, completion.text):
-                for part in blocks.take(piece):
-                    yield part
-        assert last is not None
-        for part in blocks.end():
-            yield part
-        reason, sequence = _stop(turn, last)
-        yield _named({"type": "message_delta", "delta": {"stop_reason": reason, "stop_sequence": sequence}, "usage": _usage(counts)})
-        yield _named({"type": "message_stop"})
+        async with turn:
+            message = MessageAnswer(
+                id=message_id, model=self._service.model_name, content=[], stop_reason=None, stop_sequence=None, usage=_usage(counts)
+            )
+            yield _named({"type": "message_start", "message": message})
+            yield _named({"type": "ping"})
+            blocks = _OpenBlock()
+            last: CompletionOutput | None = None
+            async for output, completion in turn.outputs():
+                counts.add(output)
+                last = completion
+                for piece in turn.pieces(completion, completion.text):
+                    for part in blocks.take(piece):
+                        yield part
+            assert last is not None
+            for part in blocks.end():
+                yield part
+            reason, sequence = _stop(turn, last)
+            yield _named({"type": "message_delta", "delta": {"stop_reason": reason, "stop_sequence": sequence}, "usage": _usage(counts)})
+            yield _named({"type": "message_stop"})
 
 
 class _OpenBlock:

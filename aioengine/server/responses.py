@@ -17,7 +17,7 @@ from aioengine.server.errors import RequestError, error_response, json_response,
 from aioengine.server.messages_in import Message, tool_call
 from aioengine.server.response_events import ResponseEvents
 from aioengine.server.response_store import StoredResponse
-from aioengine.server.responses_in import input_items, messages_of, params_of, tools_of
+from aioengine.server.responses_in import input_items, messages_of, params_of, tools_of, with_instructions
 from aioengine.server.responses_protocol import (
     DeletedResponse,
     InputItems,
@@ -47,11 +47,9 @@ class Responses:
         items = input_items(request)
         history = self._history(request)
         said = [*history, *messages_of(items)]
-        # Instructions are of this response alone: those of the one before do not count any more.
-        system: list[Message] = [{"role": "system", "content": request.instructions}] if request.instructions else []
         response = _new_answer(request, self._service.model_name)
         stored = StoredResponse(response, items, said)
-        start = partial(self._start, request, response.id, [*system, *said])
+        start = partial(self._start, request, response.id, with_instructions(request.instructions, said))
         if request.background:
             return self._in_background(stored, start)
         turn = await start()
@@ -96,9 +94,10 @@ class Responses:
             for part in making.begin():
                 yield part
             try:
-                async for output, completion in turn.outputs():
-                    for part in making.take(output, completion, turn.pieces(completion, completion.text)):
-                        yield part
+                async with turn:
+                    async for output, completion in turn.outputs():
+                        for part in making.take(output, completion, turn.pieces(completion, completion.text)):
+                            yield part
             except (AioEngineError, RequestError) as exc:
                 response.error = ResponseError(code="server_error", message=problem_of(exc).message)
             for part in making.end():

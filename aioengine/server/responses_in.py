@@ -49,6 +49,15 @@ def messages_of(items: Sequence[Mapping[str, Any]]) -> list[Message]:
     return messages
 
 
+def with_instructions(instructions: str | None, messages: list[Message]) -> list[Message]:
+    """Instructions are of this response alone: those of the one before do not count any more. Templates want one system message."""
+    if not instructions:
+        return messages
+    if messages and messages[0]["role"] == "system":
+        return [{"role": "system", "content": f"{instructions}\n\n{messages[0]['content']}"}, *messages[1:]]
+    return [{"role": "system", "content": instructions}, *messages]
+
+
 def _text(item: Mapping[str, Any], key: str, where: str) -> str:
     value = item.get(key)
     if not isinstance(value, str):

@@ -95,7 +95,7 @@ class Determinism:
 
 
 def _digest_of_model(name: str) -> str:
-    from aioengine.models.hub import resolve_model
+    from aioengine.models.info import resolve_model
 
     return digest_of(resolve_model(name).weights)
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from aioengine.outputs import CompletionOutput, RequestOutput
 from aioengine.sampling_params import SamplingParams, StructuredOutputsParams
@@ -60,11 +59,20 @@ class Answer:
 
 
 class Turn:
-    """A generation that has started, and what turns its texts into pieces of answers."""
+    """A generation that has started, and what turns its texts into pieces of answers.
+
+    Leaving its context aborts it, if it has not ended.
+    """
 
     def __init__(self, started: Started, make_parser: Callable[[], AnswerParser]) -> None:
         self.started = started
         self._parsers = [make_parser() for _ in started.first.outputs]
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.started.close()
 
     def pieces(self, completion: CompletionOutput, text: str) -> list[Piece]:
         """What the next text of this continuation is."""
@@ -79,15 +87,14 @@ class Turn:
     async def outputs(self) -> AsyncIterator[tuple[RequestOutput, CompletionOutput]]:
         """Of a stream of differences: each continuation's output that says something new. Raises RequestError for a failed request."""
         ended: set[int] = set()
-        async with aclosing(self.started.outputs()) as outputs:  # type: ignore[type-var]
-            async for output in outputs:
-                check_error(output)
-                for completion in output.outputs:
-                    if completion.index in ended or not (completion.text or completion.token_ids or completion.finished):
-                        continue
-                    if completion.finished:
-                        ended.add(completion.index)
-                    yield output, completion
+        async for output in self.started.outputs():
+            check_error(output)
+            for completion in output.outputs:
+                if completion.index in ended or not (completion.text or completion.token_ids or completion.finished):
+                    continue
+                if completion.finished:
+                    ended.add(completion.index)
+                yield output, completion
 
     async def last(self) -> tuple[RequestOutput, list[Answer]]:
         """Of a stream that gives the final output only. Raises RequestError for a failed request."""

@@ -19,6 +19,7 @@ from aioengine.outputs import ModelRunnerOutput, TokenLogprobs, WorkerTiming
 from aioengine.testing.books import ContractError, WorkerBooks, WorkerRequest, expect, make_logprobs
 from aioengine.testing.builders import make_model_info
 from aioengine.testing.tokens import NextToken, default_next_token
+from aioengine.testing.virtual_time import LoopWorker
 
 Phase = Literal["execute", "sample"]
 
@@ -64,6 +65,8 @@ class FakeExecutor:
 
     num_blocks: KV blocks, the null block included, where the configuration does not say. max_num_seqs: worker slots.
     forward_s: each forward sleeps this long with the GIL released, as a device does.
+    in_loop: there is no thread; each step runs in the event loop after `forward_s` seconds of the loop's clock. With a
+    `VirtualTimeLoop` nothing waits, and who meets whom is the same in every run. `hang_at` needs the thread.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class FakeExecutor:
         forward_s: float = 0.0,
         next_token: NextToken = default_next_token,
         model_info: ModelInfo | None = None,
+        in_loop: bool = False,
     ) -> None:
         self.model_info = model_info or make_model_info()
         self.forward_s = forward_s
@@ -87,7 +91,7 @@ class FakeExecutor:
         self._request_faults: dict[str, _RequestFault] = {}
         self._released = threading.Event()
         self._unstuck = threading.Event()
-        self._thread = WorkerThread("fake-worker")
+        self._worker = LoopWorker() if in_loop else WorkerThread("fake-worker")
 
     # ------------------------------------------------------------------ faults
     def fail_at(self, step_id: int, *, phase: Phase = "execute", exception: BaseException | None = None) -> None:
@@ -99,6 +103,8 @@ class FakeExecutor:
 
         through_shutdown: until `release()` only, as a device does that never answers; `shutdown()` then waits for the step.
         """
+        if isinstance(self._worker, LoopWorker):
+            raise ValueError("a step that hangs in the event loop would hang everything: hang_at() is for a FakeExecutor with a thread")
         self._faults.append(_Fault(step_id, phase, None, self._unstuck if through_shutdown else self._released))
 
     def fail_request(self, request_id: str, *, num_output_tokens: int = 0, cause: str = "its logits are NaN") -> None:
@@ -151,23 +157,25 @@ class FakeExecutor:
 
     # ------------------------------------------------------------------ Executor
     def load_model(self) -> Future[None]:
-        return self._thread.submit(lambda: None)
+        return self._worker.submit(lambda: None)
 
     def determine_num_kv_cache_blocks(self) -> Future[int]:
-        return self._thread.submit(lambda: self.num_blocks)
+        return self._worker.submit(lambda: self.num_blocks)
 
     def initialize_kv_cache(self, num_blocks: int) -> Future[None]:
-        return self._thread.submit(self._books.initialize_kv_cache, num_blocks)
+        return self._worker.submit(self._books.initialize_kv_cache, num_blocks)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Future[None]:
-        return self._thread.submit(self._execute, scheduler_output)
+        if isinstance(self._worker, LoopWorker):
+            return self._worker.submit(self._execute, scheduler_output, after_s=self._time_of(scheduler_output))
+        return self._worker.submit(self._execute, scheduler_output)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> Future[ModelRunnerOutput]:
-        return self._thread.submit(self._sample, grammar_output)
+        return self._worker.submit(self._sample, grammar_output)
 
     def collective_rpc(self, method: Callable[..., Any] | str, *args: Any) -> Future[list[Any]]:
         call = getattr(self, method) if isinstance(method, str) else partial(method, self)
-        return self._thread.submit(lambda: [call(*args)])
+        return self._worker.submit(lambda: [call(*args)])
 
     def check_health(self) -> None:
         if self.is_shut_down:
@@ -176,17 +184,20 @@ class FakeExecutor:
     def shutdown(self) -> None:
         self.is_shut_down = True
         self._released.set()
-        self._thread.shutdown()
+        self._worker.shutdown()
 
-    # ------------------------------------------------------------------ the worker thread
+    def _time_of(self, output: SchedulerOutput) -> float:
+        return 0.0 if output.is_cleanup_only else self.forward_s
+
+    # ------------------------------------------------------------------ the worker
     def _execute(self, output: SchedulerOutput) -> None:
         execute_start = time.perf_counter()
         self._meet_fault(output.step_id, "execute")
         self.outputs.append(output)
         self._books.apply(output)
         samples = self._books.forward(output)
-        if self.forward_s and not output.is_cleanup_only:
-            time.sleep(self.forward_s)
+        if isinstance(self._worker, WorkerThread) and (seconds := self._time_of(output)):
+            time.sleep(seconds)
         req_ids = list(output.num_scheduled_tokens)
         guesses = output.scheduled_spec_decode_tokens
         prompt_logprobs = self._books.take_prompt_logprobs(output, vocab_size=self.model_info.vocab_size)

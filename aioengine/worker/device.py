@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -13,15 +14,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from aioengine.config import CacheConfig, ResolvedConfig, WorkerConfig
+from aioengine.config import CacheConfig, WorkerConfig
 from aioengine.errors import ConfigError
-from aioengine.worker.transfers import CudaTransfers, HostTransfers, Transfers
+from aioengine.worker.pipeline.transfers import CudaTransfers, HostTransfers, Transfers
 
 if TYPE_CHECKING:
-    from aioengine.worker.block_table import BlockTable
     from aioengine.worker.cuda_graphs import CapturedGraph
-    from aioengine.worker.pipeline import StepPipeline
-    from aioengine.worker.request_state import RequestStates
+    from aioengine.worker.memory_profile import Reservation
+
+
+_SWITCH_INTERVAL_S = 5e-4
+"""How long Python lets one thread run while another waits: 5 ms by default, which is several steps of a GPU. The loop's thread
+schedules in a few tenths of a millisecond, and the worker's must not wait longer than that to enqueue the next step."""
 
 
 class Device(ABC):
@@ -37,15 +41,16 @@ class Device(ABC):
         """Prepare the calling thread for running the model."""
 
     @abstractmethod
-    def kv_cache_memory_bytes(self, cache: CacheConfig, *, run_largest_step: Callable[[], None]) -> int:
+    def kv_cache_memory_bytes(self, cache: CacheConfig, *, run_largest_step: Callable[[], None], reserved: Reservation) -> int:
         """How many bytes the KV cache may take now that the model is loaded.
 
-        run_largest_step: a forward that takes as much memory beside the weights as any step will.
+        run_largest_step: a step that takes as much memory beside the weights as any will.
+        reserved: what will be allocated behind it, for tables and graphs.
         """
 
     @abstractmethod
-    def create_pipeline(self, config: ResolvedConfig, *, states: RequestStates, block_table: BlockTable) -> StepPipeline:
-        """How steps are built and sampled here, over the given slot tables."""
+    def create_transfers(self) -> Transfers | None:
+        """How arrays come and go while the device runs behind the host; None where it works on the host's own arrays."""
 
     @abstractmethod
     def to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
@@ -91,20 +96,11 @@ class CpuDevice(Device):
         if self._num_threads is not None:
             limit_torch_threads(self._num_threads)
 
-    def kv_cache_memory_bytes(self, cache: CacheConfig, *, run_largest_step: Callable[[], None]) -> int:
+    def kv_cache_memory_bytes(self, cache: CacheConfig, *, run_largest_step: Callable[[], None], reserved: Reservation) -> int:
         return cache.kv_cache_memory_bytes
 
-    def create_pipeline(self, config: ResolvedConfig, *, states: RequestStates, block_table: BlockTable) -> StepPipeline:
-        from aioengine.worker.pipeline import HostPipeline
-        from aioengine.worker.sample.logits_processor import load_logits_processors
-
-        return HostPipeline(
-            states=states,
-            block_table=block_table,
-            device=self,
-            logprobs_mode=config.worker.logprobs_mode,
-            processors=load_logits_processors(config),
-        )
+    def create_transfers(self) -> Transfers | None:
+        return None
 
     def to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array))
@@ -119,8 +115,8 @@ class CpuDevice(Device):
 class InterpreterDevice(CpuDevice):
     """A CPU that runs steps as a GPU does, for Triton's interpreter: the same tables, kernels and order of calls."""
 
-    def create_pipeline(self, config: ResolvedConfig, *, states: RequestStates, block_table: BlockTable) -> StepPipeline:
-        return _device_pipeline(config, states=states, block_table=block_table, transfers=HostTransfers())
+    def create_transfers(self) -> Transfers:
+        return HostTransfers()
 
 
 class CudaDevice(Device):
@@ -130,8 +126,9 @@ class CudaDevice(Device):
     compiles_kernels = True
     kv_cache_memory_setting = "gpu_memory_utilization"
 
-    def __init__(self, *, num_threads: int | None = None) -> None:
-        self.torch_device = torch.device("cuda", torch.cuda.current_device())
+    def __init__(self, *, num_threads: int | None = None, index: int | None = None) -> None:
+        self.torch_device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        self._switch_interval: float | None = None  # of before, if this device has changed it
         self._num_threads = num_threads
         self._stream: torch.cuda.Stream | None = None
         self._graph_pool: Any = None  # shared by all graphs: they never run at the same time
@@ -139,12 +136,15 @@ class CudaDevice(Device):
     def set_up_thread(self) -> None:
         if self._num_threads is not None:
             limit_torch_threads(self._num_threads)
+        if sys.getswitchinterval() > _SWITCH_INTERVAL_S:
+            self._switch_interval = sys.getswitchinterval()
+            sys.setswitchinterval(_SWITCH_INTERVAL_S)
         torch.cuda.set_device(self.torch_device)
         # Not the default stream: that one cannot be captured, and others wait for it implicitly.
         self._stream = torch.cuda.Stream(self.torch_device)
         torch.cuda.set_stream(self._stream)
 
-    def kv_cache_memory_bytes(self, cache: CacheConfig, *, run_largest_step: Callable[[], None]) -> int:
+    def kv_cache_memory_bytes(self, cache: CacheConfig, *, run_largest_step: Callable[[], None], reserved: Reservation) -> int:
         from aioengine.worker.memory_profile import MemoryProfile, kv_cache_bytes
 
         device = self.torch_device
@@ -152,20 +152,22 @@ class CudaDevice(Device):
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
         run_largest_step()
         torch.cuda.synchronize(device)
         free, total = torch.cuda.mem_get_info(device)
         profile = MemoryProfile(
             total=total,
             free=free,
+            allocator_before=before,
             allocator_peak=torch.cuda.max_memory_allocated(device),
             allocator_reserved=torch.cuda.memory_reserved(device),
         )
         torch.cuda.empty_cache()
-        return kv_cache_bytes(profile, utilization=cache.gpu_memory_utilization)
+        return kv_cache_bytes(profile, utilization=cache.gpu_memory_utilization, reserved=reserved)
 
-    def create_pipeline(self, config: ResolvedConfig, *, states: RequestStates, block_table: BlockTable) -> StepPipeline:
-        return _device_pipeline(config, states=states, block_table=block_table, transfers=CudaTransfers(self.torch_device))
+    def create_transfers(self) -> Transfers:
+        return CudaTransfers(self.torch_device)
 
     def capture_graph(self, forward: Callable[[], torch.Tensor]) -> CapturedGraph:
         from aioengine.worker.cuda_graphs import CapturedGraph
@@ -187,27 +189,13 @@ class CudaDevice(Device):
         return tensor.cpu().numpy()
 
     def release_memory(self) -> None:
+        # Put back what was before, unless somebody else has changed it since. Python keeps it in whole microseconds.
+        if self._switch_interval is not None and abs(sys.getswitchinterval() - _SWITCH_INTERVAL_S) < 1e-6:
+            sys.setswitchinterval(self._switch_interval)
+            self._switch_interval = None
         gc.collect()  # a model is full of reference cycles
         torch.cuda.synchronize(self.torch_device)
         torch.cuda.empty_cache()
-
-
-def _device_pipeline(config: ResolvedConfig, *, states: RequestStates, block_table: BlockTable, transfers: Transfers) -> StepPipeline:
-    from aioengine.worker.device_pipeline import DevicePipeline
-
-    if config.worker.logits_processors:
-        raise ConfigError(
-            f"logits_processors ({', '.join(config.worker.logits_processors)}) run on the CPU only: "
-            "on a GPU the sampled tokens, which they look at, are not known to the host in time"
-        )
-    return DevicePipeline(
-        states=states,
-        block_table=block_table,
-        transfers=transfers,
-        max_num_tokens=config.scheduler.max_num_batched_tokens,
-        vocab_size=config.model.vocab_size,
-        logprobs_mode=config.worker.logprobs_mode,
-    )
 
 
 def create_device(config: WorkerConfig) -> Device:
@@ -218,7 +206,9 @@ def create_device(config: WorkerConfig) -> Device:
     if config.device == "cuda":
         if not torch.cuda.is_available():
             raise ConfigError(f'device="cuda" was asked for, but PyTorch {torch.__version__} finds no CUDA device')
-        return CudaDevice(num_threads=config.num_threads)
+        if config.device_index is not None and config.device_index >= torch.cuda.device_count():
+            raise ConfigError(f'device="cuda:{config.device_index}" was asked for, but there are {torch.cuda.device_count()} CUDA devices')
+        return CudaDevice(num_threads=config.num_threads, index=config.device_index)
     if os.environ.get("TRITON_INTERPRET") == "1" and config.attention_backend in ("auto", "triton"):
         return InterpreterDevice(num_threads=config.num_threads)
     return CpuDevice(num_threads=config.num_threads)

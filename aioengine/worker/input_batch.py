@@ -16,7 +16,9 @@ from aioengine.worker.device import Device
 from aioengine.worker.request_state import RequestStates
 
 if TYPE_CHECKING:
+    from aioengine.worker.pipeline.staging import StagedArrays
     from aioengine.worker.sample.device_sampler import StagedSampling
+    from aioengine_kernels.flash_decoding import DecodeSplit
 
 IntArray = npt.NDArray[np.int32]
 LongArray = npt.NDArray[np.int64]
@@ -44,6 +46,10 @@ class InputBatch:
     sampled_np: LongArray  # [num_rows]: the batch index of each of them; a request with guesses has several in a row
     row_seq_lens_np: LongArray  # [num_rows]: how many tokens come before the one that a row samples
     staged: StagedSampling | None = None  # what the device's sampler reads; None where the sampler reads the host's tables
+    arrays: StagedArrays | None = None  # what the tensors of a device's step are views of
+    num_decodes: int = 0  # these three as in `AttentionBatch`
+    split: DecodeSplit | None = None
+    max_chunk_seq_len: int = 0
 
     def attention_batch(self) -> AttentionBatch:
         return AttentionBatch(
@@ -57,6 +63,9 @@ class InputBatch:
             seq_lens_np=self.seq_lens_np,
             block_table=self.block_table,
             slot_mapping=self.slot_mapping,
+            num_decodes=self.num_decodes,
+            split=self.split,
+            max_chunk_seq_len=self.max_chunk_seq_len,
         )
 
 
@@ -74,16 +83,18 @@ class StepPlan:
     row_seq_lens: LongArray  # [num_rows]: how many tokens come before the one that a row samples
 
 
-def plan_step(out: SchedulerOutput, *, states: RequestStates, block_table: BlockTable) -> StepPlan:
+def plan_step(out: SchedulerOutput, *, states: RequestStates, block_table: BlockTable, decodes_first: bool = False) -> StepPlan:
     """Lay out a step, from `states.num_computed_tokens` on for each request.
 
     A request samples if the step reaches the last token that is known; with guesses behind it, once after that token and once
     after each of them. The guesses stand in the token table and count as known for this step only.
+    decodes_first: requests with one token come before the others; else the order is the scheduler's.
     Raises RuntimeError if the step wants a token that is not known yet or a position that has no block.
     """
-    req_ids = list(out.num_scheduled_tokens)
+    scheduled = out.num_scheduled_tokens
+    req_ids = sorted(scheduled, key=lambda req_id: scheduled[req_id] != 1) if decodes_first else list(scheduled)
     slots = np.fromiter((_slot(states, r) for r in req_ids), dtype=np.int64, count=len(req_ids))
-    num_scheduled = np.fromiter(out.num_scheduled_tokens.values(), dtype=np.int32, count=len(req_ids))
+    num_scheduled = np.fromiter((scheduled[r] for r in req_ids), dtype=np.int32, count=len(req_ids))
     starts = states.num_computed_tokens[slots]
     seq_lens = starts + num_scheduled
     known = states.num_known_tokens[slots]

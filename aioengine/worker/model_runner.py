@@ -16,12 +16,13 @@ from aioengine.config import ResolvedConfig
 from aioengine.core.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from aioengine.outputs import ModelRunnerOutput, WorkerTiming
 from aioengine.printable import get_logger
-from aioengine.worker.async_output import AsyncOutput, Pending
 from aioengine.worker.block_table import BlockTable
 from aioengine.worker.cuda_graphs import DecodeGraphs, graph_batch_sizes
 from aioengine.worker.device import Device
 from aioengine.worker.input_batch import InputBatch
-from aioengine.worker.pipeline import SampledRows
+from aioengine.worker.pipeline.async_output import AsyncOutput, Pending
+from aioengine.worker.pipeline.base import SampledRows
+from aioengine.worker.pipeline.create import create_pipeline
 from aioengine.worker.prompt_logprobs import PromptEntries, PromptRows, plan_prompt_rows, read_prompt_entries, score_prompt_rows
 from aioengine.worker.request_state import RequestStates
 from aioengine.worker.warm_up import warm_up_steps
@@ -64,6 +65,7 @@ class ModelRunner:
     ) -> None:
         self._scheduler_config = config.scheduler
         self._logprobs_mode = config.worker.logprobs_mode
+        self._zero_new_blocks = config.cache.zero_new_blocks
         self._model = model
         self._backend = attention_backend
         self._kv_caches = kv_caches
@@ -79,7 +81,7 @@ class ModelRunner:
             max_model_len=config.scheduler.max_model_len,
             block_size=config.cache.block_size,
         )
-        self._pipeline = device.create_pipeline(config, states=self.states, block_table=self.block_table)
+        self._pipeline = create_pipeline(device, config, states=self.states, block_table=self.block_table)
         self.use_graphs = True  # of those that were captured; False runs every step eagerly
         self._graphs = DecodeGraphs(graph_batch_sizes(config.scheduler.max_num_seqs))
         self._executed: deque[ExecuteModelState] = deque()
@@ -95,12 +97,16 @@ class ModelRunner:
         """How many sizes of decode steps were captured."""
         return self._graphs.num_captured
 
+    @torch.inference_mode()
     def warm_up(self) -> None:
         """Take two requests through a step of prompts and a decode step, so that kernels are compiled before anybody waits.
 
-        Before the first step: it writes to block 1, which nobody owns yet.
+        Also where graphs will be captured: steps with prompts run eagerly. Before the first step: it writes to block 1, which
+        nobody owns yet.
         """
-        for out in warm_up_steps(self._scheduler_config, block_size=self.block_table.block_size):
+        if self._device.compiles_kernels:
+            self._backend.compile_kernels(self._kv_caches[0], self._pipeline.padded_inputs(1).attention.block_table)
+        for out in warm_up_steps(self._scheduler_config, block_size=self.block_table.block_size, zero_blocks=self._zero_new_blocks):
             self.execute_model(out)
             output = self.sample_tokens()
             if isinstance(output, AsyncOutput):
@@ -114,7 +120,7 @@ class ModelRunner:
         batch, hidden, prompt_rows, prompt_hidden = None, None, None, None
         if not out.is_cleanup_only:
             batch = self._pipeline.build_batch(out)
-            prompt_rows = plan_prompt_rows(batch, self.states, device=self._device)
+            prompt_rows = plan_prompt_rows(batch, self.states, upload=self._pipeline.upload)
             all_hidden = self._forward(batch, block_ids_to_zero=out.new_block_ids_to_zero)
             hidden = all_hidden.index_select(0, batch.logits_indices)
             prompt_hidden = None if prompt_rows is None else all_hidden.index_select(0, prompt_rows.indices)

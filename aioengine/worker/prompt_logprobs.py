@@ -12,7 +12,6 @@ import torch
 
 from aioengine.config import LogprobsMode
 from aioengine.outputs import TokenLogprobs
-from aioengine.worker.device import Device
 from aioengine.worker.input_batch import InputBatch
 from aioengine.worker.request_state import RequestStates
 from aioengine.worker.sample.logprobs import make_entries, rank_tokens
@@ -41,7 +40,12 @@ class PromptEntries:
     failed: dict[str, str] = field(default_factory=dict)  # whose logits are NaN
 
 
-def plan_prompt_rows(batch: InputBatch, states: RequestStates, *, device: Device) -> PromptRows | None:
+def plan_prompt_rows(
+    batch: InputBatch,
+    states: RequestStates,
+    *,
+    upload: Callable[[Sequence[npt.NDArray[Any]]], list[torch.Tensor]],  # to the device, without waiting for it
+) -> PromptRows | None:
     """None if this step has nothing to report. What it has is reported by this step and never again."""
     if not states.wants_prompt_logprobs:
         return None
@@ -59,12 +63,13 @@ def plan_prompt_rows(batch: InputBatch, states: RequestStates, *, device: Device
             token_ids.append(states.token_ids[batch.idx_mapping_np[i], positions.start + 1 : positions.stop + 1].astype(np.int64))
     if not req_ids:
         return None
+    rows, next_tokens = upload([np.concatenate(indices), np.concatenate(token_ids)])
     return PromptRows(
         req_ids=req_ids,
         num_rows=counts,
         num_logprobs=[states.sampling_params(req_id).prompt_logprobs or 0 for req_id in req_ids],
-        indices=device.to_device(np.concatenate(indices)),
-        token_ids=device.to_device(np.concatenate(token_ids)),
+        indices=rows,
+        token_ids=next_tokens,
     )
 
 
@@ -96,7 +101,8 @@ def read_prompt_entries(rows: PromptRows, fetched: Sequence[npt.NDArray[Any]]) -
     for req_id, count, wanted in zip(rows.req_ids, rows.num_rows, rows.num_logprobs, strict=True):
         piece = slice(start, start + count)
         start += count
-        if np.isnan(values[piece, :2]).any():
+        # Of the token and of the likeliest one: raw logits may be -inf, but the largest of a row is a number.
+        if np.isnan(values[piece, :2]).any() or np.isinf(values[piece, 1]).any():
             result.failed[req_id] = NAN_LOGITS
             continue
         result.logprobs[req_id] = make_entries(ids[piece].tolist(), values[piece].tolist(), ranks[piece].tolist(), [wanted] * count)

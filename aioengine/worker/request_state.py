@@ -6,7 +6,6 @@ step only names the slots it works on (`InputBatch.idx_mapping`) and is thrown a
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,10 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from aioengine.printable import get_logger
 from aioengine.sampling_params import SamplingParams
 from aioengine.worker.sample.states import SamplingStates
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 IntArray = npt.NDArray[np.int32]
 

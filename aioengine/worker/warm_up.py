@@ -9,7 +9,7 @@ from aioengine.sampling_params import SamplingParams
 _PROMPT_LEN = 64  # enough for the large query tiles of attention
 _BLOCK_ID = 1  # block 0 is the null block
 _GREEDY = SamplingParams(temperature=0, max_tokens=2, seed=0)
-_EVERYTHING = SamplingParams(
+EVERYTHING = SamplingParams(
     temperature=0.8,
     top_k=40,
     top_p=0.9,
@@ -25,7 +25,7 @@ _EVERYTHING = SamplingParams(
 )
 
 
-def warm_up_steps(scheduler: SchedulerConfig, *, block_size: int) -> list[SchedulerOutput]:
+def warm_up_steps(scheduler: SchedulerConfig, *, block_size: int, zero_blocks: bool = False) -> list[SchedulerOutput]:
     """Prompts, a decode step and the clean-up, of a greedy request and of one with every sampling parameter.
 
     All their positions lie in block 1: the tokens mean nothing. No decode step if two output tokens exceed `max_model_len`.
@@ -34,7 +34,7 @@ def warm_up_steps(scheduler: SchedulerConfig, *, block_size: int) -> list[Schedu
     length = max(min(_PROMPT_LEN, scheduler.max_model_len - 2, scheduler.max_num_batched_tokens // len(ids)), 1)
     blocks = [_BLOCK_ID] * -(-(length + 1) // block_size)
     # The one with everything alone if there is room for one: it uses what the greedy one uses.
-    params = [_EVERYTHING, _GREEDY][: len(ids)]
+    params = [EVERYTHING, _GREEDY][: len(ids)]
     prompts = SchedulerOutput(
         step_id=0,
         scheduled_new_reqs=[
@@ -43,6 +43,7 @@ def warm_up_steps(scheduler: SchedulerConfig, *, block_size: int) -> list[Schedu
         scheduled_cached_reqs=CachedRequestData(),
         num_scheduled_tokens=dict.fromkeys(ids, length),
         total_num_scheduled_tokens=length * len(ids),
+        new_block_ids_to_zero=[_BLOCK_ID] if zero_blocks else [],
     )
     decode = SchedulerOutput(
         step_id=0,

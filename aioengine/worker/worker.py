@@ -13,19 +13,20 @@ from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.errors import ConfigError
 from aioengine.outputs import ModelRunnerOutput
 from aioengine.printable import get_logger
-from aioengine.worker.async_output import AsyncOutput
 from aioengine.worker.device import create_device, limit_torch_threads
 from aioengine.worker.model_runner import ModelRunner
+from aioengine.worker.pipeline.async_output import AsyncOutput
 from aioengine.worker.sample.logits_processor import find_logits_processors
 
 if TYPE_CHECKING:
+    from aioengine.checkpoint.files import ModelFiles
     from aioengine.executor.base import GrammarOutput
     from aioengine.models.base import CausalLM
-    from aioengine.models.files import ModelFiles
+    from aioengine.worker.memory_profile import Reservation
 
 logger = get_logger(__name__)
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 class Worker:
@@ -77,22 +78,33 @@ class Worker:
         """How many blocks, the null block included: what the settings say, else what fits into the allowed memory.
 
         Never more than all requests that may run at once could use. Raises ConfigError if the memory does not hold a
-        single request of `max_model_len` tokens.
+        single request of `max_model_len` tokens, unless that was left open.
         """
         cache, scheduler = self.config.cache, self.config.scheduler
         if cache.num_kv_cache_blocks is not None:
             return cache.num_kv_cache_blocks
         assert self._model is not None, "load_model() comes first: it takes its share of the memory"
         bytes_per_block = self._backend.kv_cache_bytes_per_block() * self._model.num_layers
-        available = self.device.kv_cache_memory_bytes(cache, run_largest_step=self._run_largest_step)
+        available = self.device.kv_cache_memory_bytes(cache, run_largest_step=self._run_largest_step, reserved=self._reserved())
         blocks_per_request = -(-scheduler.max_model_len // cache.block_size)
         num_blocks = min(available // bytes_per_block, scheduler.max_num_seqs * blocks_per_request + 1)
         if num_blocks < blocks_per_request + 1:
             tokens_that_fit = max(num_blocks - 1, 0) * cache.block_size
-            raise ConfigError(
-                f"the KV cache of one request of max_model_len ({scheduler.max_model_len}) tokens takes "
-                f"{(blocks_per_request + 1) * bytes_per_block / GIB:.2f} GiB, but {available / GIB:.2f} GiB are allowed, "
-                f"which hold {tokens_that_fit} tokens; lower max_model_len or raise {self.device.kv_cache_memory_setting}"
+            need = f"{(blocks_per_request + 1) * bytes_per_block / GIB:.2f} GiB"
+            if not scheduler.fit_max_model_len or tokens_that_fit < 2:
+                raise ConfigError(
+                    f"the KV cache of one request of max_model_len ({scheduler.max_model_len}) tokens takes "
+                    f"{need}, but {available / GIB:.2f} GiB are allowed, "
+                    f"which hold {tokens_that_fit} tokens; lower max_model_len or raise {self.device.kv_cache_memory_setting}"
+                )
+            logger.warning(
+                "max_model_len is %d tokens, which %.2f GiB of KV cache hold; the %d of %s take %s (raise %s)",
+                tokens_that_fit,
+                available / GIB,
+                scheduler.max_model_len,
+                self.config.model.name,
+                need,
+                self.device.kv_cache_memory_setting,
             )
         logger.info("KV cache: %d blocks of %d tokens, %.2f GiB", num_blocks, cache.block_size, num_blocks * bytes_per_block / GIB)
         return num_blocks
@@ -100,11 +112,12 @@ class Worker:
     def initialize_kv_cache(self, num_blocks: int) -> None:
         """Allocate the cache of every layer; block 0 is the null block. Then capture the graphs of decode steps, on a GPU."""
         assert self._model is not None, "load_model() comes first"
+        self.config = self.config.fitted(num_blocks)
         kv_caches = [self._backend.allocate_kv_cache(num_blocks, self.device.torch_device) for _ in range(self._model.num_layers)]
         self._runner = ModelRunner(self.config, model=self._model, attention_backend=self._backend, kv_caches=kv_caches, device=self.device)
         if self.device.compiles_kernels:
             self._runner.warm_up()
-        if self.device.supports_graphs and self._backend.supports_graphs and not self.config.worker.enforce_eager:
+        if self._captures_graphs:
             self._runner.capture_graphs()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
@@ -116,7 +129,7 @@ class Worker:
         return self.runner.sample_tokens(grammar_output)
 
     def _run_largest_step(self) -> None:
-        from aioengine.worker.memory_profile import run_largest_step
+        from aioengine.worker.largest_step import run_largest_step
 
         assert self._model is not None
         run_largest_step(
@@ -124,8 +137,26 @@ class Worker:
             backend=self._backend,
             scheduler=self.config.scheduler,
             block_size=self.config.cache.block_size,
+            vocab_size=self.config.model.vocab_size,
             device=self.device.torch_device,
+            logprobs_mode=self.config.worker.logprobs_mode,
         )
+
+    @property
+    def _captures_graphs(self) -> bool:
+        return self.device.supports_graphs and self._backend.supports_graphs and not self.config.worker.enforce_eager
+
+    def _reserved(self) -> Reservation:
+        """What `initialize_kv_cache` allocates behind the cache, on a GPU."""
+        from aioengine.worker.memory_profile import Reservation, reserve
+
+        if not self.device.compiles_kernels:
+            return Reservation()
+        from aioengine.worker.pipeline.device import pipeline_bytes
+
+        scheduler, model = self.config.scheduler, self.config.model
+        tables = pipeline_bytes(scheduler, block_size=self.config.cache.block_size, vocab_size=model.vocab_size)
+        return reserve(scheduler, tables=tables, has_graphs=self._captures_graphs)
 
     def shutdown(self) -> None:
         """Let go of the weights and the KV cache."""

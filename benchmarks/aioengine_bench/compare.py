@@ -56,7 +56,7 @@ class CompareSettings:
 
     @property
     def folder(self) -> Path:
-        from aioengine.models.hub import cache_folder
+        from aioengine.checkpoint.cache import cache_folder
 
         return Path(self.peers_dir) if self.peers_dir else cache_folder() / "peers"
 

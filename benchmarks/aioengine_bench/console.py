@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any
 
 from tqdm import tqdm
+
+from aioengine.printable import PrintableStream
 
 _WIDTH = 56
 _METRIC_TITLES = {
@@ -22,9 +24,9 @@ def progress_bar(total: int, *, description: str, unit: str = "request", disable
     return tqdm(total=total, desc=description, unit=unit, disable=True if disable else None, file=sys.stderr)
 
 
-def output_stream(*, stdout_is_taken: bool) -> TextIO:
-    """Where text for people goes: stdout, unless a JSON result goes there."""
-    return sys.stderr if stdout_is_taken else sys.stdout
+def output_stream(*, stdout_is_taken: bool) -> PrintableStream:
+    """Where text for people goes: stdout, unless a JSON result goes there. Names of models and files come there printable."""
+    return PrintableStream(sys.stderr if stdout_is_taken else sys.stdout)
 
 
 def number(value: float | int | None, digits: int = 2) -> str:

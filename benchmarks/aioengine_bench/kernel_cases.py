@@ -5,16 +5,17 @@ Each case knows the least work that its op can be: the bytes that must be read a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from aioengine_bench.kernel_case import BLOCK_SIZE, CONTEXT, Inputs, KernelCase, Op, Variant
+from aioengine_bench.native_kernels import native_cases, native_variants
 from aioengine_kernels.activation import gelu_mul, gelu_mul_ref, silu_mul, silu_mul_ref
 from aioengine_kernels.compile_report import MODELS, ModelShape
-from aioengine_kernels.gumbel import gumbel_argmax, gumbel_argmax_ref
+from aioengine_kernels.draw_tokens import draw_tokens, draw_tokens_ref
 from aioengine_kernels.logprobs import token_logprobs, token_logprobs_ref
 from aioengine_kernels.paged_attention import paged_attention, paged_attention_ref
 from aioengine_kernels.penalties import apply_penalties, apply_penalties_ref
@@ -24,42 +25,6 @@ from aioengine_kernels.rms_norm import rms_norm, rms_norm_ref
 from aioengine_kernels.rope import apply_rope, apply_rope_ref, build_cos_sin_cache, inverse_frequencies
 from aioengine_kernels.top_k_top_p import top_k_top_p, top_k_top_p_ref
 from aioengine_kernels.zero_blocks import zero_blocks, zero_blocks_ref
-
-BLOCK_SIZE = 16
-CONTEXT = 512  # cached positions of each request that decodes
-
-Inputs = dict[str, Any]
-Op = Callable[[Inputs], tuple[torch.Tensor, ...]]
-"""Runs on inputs, which it may change in place, and returns what is to be compared."""
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """tolerance: the largest relative error (norm of the difference over norm of the truth) that counts as right."""
-
-    run: Op
-    tolerance: float
-
-
-@dataclass(frozen=True, slots=True)
-class KernelCase:
-    """inputs(): fresh ones, always the same. oracle: None where the reference itself is exact."""
-
-    op: str
-    num_tokens: int
-    inputs: Callable[[], Inputs]
-    reference: Op
-    variants: Mapping[str, Variant]
-    num_bytes: int
-    num_flops: float = 0.0
-
-    def oracle(self) -> tuple[torch.Tensor, ...]:
-        """What is true: the reference on the same inputs in float64."""
-        return self.reference({name: _to_float64(value) for name, value in self.inputs().items()})
-
-
-def _to_float64(value: Any) -> Any:
-    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 def _num_bytes(*tensors: torch.Tensor) -> int:
@@ -275,7 +240,7 @@ class CaseFactory:
         size = 8 * n * self.shape.vocab_size
         return KernelCase("top_k_top_p", n, inputs, run(top_k_top_p_ref), self._triton(run(top_k_top_p), 0.0), size)
 
-    def gumbel_argmax(self, n: int) -> KernelCase:
+    def draw_tokens(self, n: int) -> KernelCase:
         def inputs() -> Inputs:
             return {
                 "logits": self._logits(n),
@@ -288,7 +253,7 @@ class CaseFactory:
             return lambda i: (function(i["logits"], **{name: value for name, value in i.items() if name != "logits"}).float(),)
 
         size = 4 * n * self.shape.vocab_size
-        return KernelCase("gumbel_argmax", n, inputs, run(gumbel_argmax_ref), self._triton(run(gumbel_argmax), 0.0), size)
+        return KernelCase("draw_tokens", n, inputs, run(draw_tokens_ref), self._triton(run(draw_tokens), 0.0), size)
 
     def token_logprobs(self, n: int) -> KernelCase:
         def inputs() -> Inputs:
@@ -325,7 +290,7 @@ class CaseFactory:
         yield self.zero_blocks(n)
         yield self.apply_penalties(n)
         yield self.top_k_top_p(n)
-        yield self.gumbel_argmax(n)
+        yield self.draw_tokens(n)
         yield self.token_logprobs(n)
 
 
@@ -334,9 +299,7 @@ def all_cases(device: torch.device, num_tokens: int) -> list[KernelCase]:
     factory = CaseFactory.for_device(device)
     cases = list(factory.all(num_tokens))
     if device.type == "cpu":
-        from aioengine_bench.native_kernels import native_cases, native_variants
-
-        natives = native_variants(factory, num_tokens)
-        cases[1:1] = native_cases(factory, num_tokens)
+        natives = native_variants(factory.shape)
+        cases[1:1] = native_cases(factory.shape, num_tokens)
         cases = [replace(case, variants={**case.variants, **natives.get(case.op, {})}) for case in cases]
     return cases

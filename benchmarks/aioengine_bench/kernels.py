@@ -24,7 +24,7 @@ from aioengine_bench.results import SaveOptions, environment, file_name, save_re
 if TYPE_CHECKING:
     import torch
 
-    from aioengine_bench.kernel_cases import KernelCase
+    from aioengine_bench.kernel_case import KernelCase
 
 
 _RESULT_KEYS = ("date", "benchmark", "device", "threads", "bandwidth_gb_per_s", "gflops", "rows", "interrupted", "environment")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from aioengine_bench.kernel_cases import BLOCK_SIZE, CONTEXT, CaseFactory, Inputs, KernelCase, Op, Variant
+from aioengine_bench.kernel_case import BLOCK_SIZE, CONTEXT, Inputs, KernelCase, Op, Variant
+from aioengine_kernels.compile_report import ModelShape
 from aioengine_kernels.cpu import CpuKernels, KvCacheFormat, load_kernels, status
 from aioengine_kernels.cpu.bench import TOLERANCE, random_matrix
 from aioengine_kernels.cpu.packing import PackedMatrix, gather_rows, pack_dense
@@ -13,17 +14,17 @@ from aioengine_kernels.cpu.packing import PackedMatrix, gather_rows, pack_dense
 FLOAT32, HALF = TOLERANCE["float32"], 2e-3
 
 
-def native_variants(factory: CaseFactory, num_tokens: int) -> dict[str, dict[str, Variant]]:
+def native_variants(shape: ModelShape) -> dict[str, dict[str, Variant]]:
     """op -> variants by name."""
     if status() is not None:
         return {}
     kernels = load_kernels()
     return {
-        "linear gate_up": {"native f32": Variant(_linear(kernels, factory, num_tokens), FLOAT32)},
+        "linear gate_up": {"native f32": Variant(_linear(kernels), FLOAT32)},
         "rms_norm": {"native": Variant(_rms_norm(kernels), FLOAT32)},
         "silu_mul": {"native": Variant(lambda i: (kernels.silu_mul(i["x"]),), FLOAT32)},
         f"paged_attention ctx {CONTEXT}": {
-            f"native {name}": Variant(_attention(kernels, factory, num_tokens, dtype), tolerance)
+            f"native {name}": Variant(_attention(kernels, shape, dtype), tolerance)
             for name, dtype, tolerance in (("f32 KV", torch.float32, FLOAT32), ("f16 KV", torch.float16, HALF))
         },
     }
@@ -33,7 +34,7 @@ def _rms_norm(kernels: CpuKernels) -> Op:
     return lambda i: (kernels.rms_norm(i["x"], i["weight"], eps=1e-5, residual=i["residual"]), i["residual"])
 
 
-def _linear(kernels: CpuKernels, factory: CaseFactory, num_tokens: int) -> Op:
+def _linear(kernels: CpuKernels) -> Op:
     """Dense weights in the native layout, packed once, as at load time."""
     packed: list[PackedMatrix] = []
 
@@ -45,9 +46,8 @@ def _linear(kernels: CpuKernels, factory: CaseFactory, num_tokens: int) -> Op:
     return op
 
 
-def _attention(kernels: CpuKernels, factory: CaseFactory, num_tokens: int, dtype: torch.dtype) -> Op:
+def _attention(kernels: CpuKernels, shape: ModelShape, dtype: torch.dtype) -> Op:
     """The cache in the native layout, written once from the case's."""
-    shape = factory.shape
     cache_format = KvCacheFormat(dtype, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
     caches: list[torch.Tensor] = []
 
@@ -73,12 +73,12 @@ def _attention(kernels: CpuKernels, factory: CaseFactory, num_tokens: int, dtype
     return op
 
 
-def native_cases(factory: CaseFactory, num_tokens: int) -> list[KernelCase]:
+def native_cases(shape: ModelShape, num_tokens: int) -> list[KernelCase]:
     """Products on packed 4-bit weights, against `F.linear` on the same weights in float32: exact, and with int8 activations."""
     if status() is not None:
         return []
     kernels = load_kernels()
-    rows, columns = 2 * factory.shape.intermediate_size, factory.shape.hidden_size
+    rows, columns = 2 * shape.intermediate_size, shape.hidden_size
     packed = random_matrix("Q4_1", rows, columns, torch.Generator().manual_seed(0))
     dense = gather_rows(packed, torch.arange(rows))
     generator = torch.Generator().manual_seed(1)

@@ -27,7 +27,7 @@ from aioengine.engine.output_collector import OutputCollector
 from aioengine.engine.output_processor import OutputProcessor
 from aioengine.errors import ConfigError
 from aioengine.events.bus import StepBus
-from aioengine.events.recorder import StepRecorder
+from aioengine.events.recording.writer import StepRecorder
 from aioengine.events.server import EventServer
 from aioengine.events.step_event import Event, StepEvent, StepResultEvent
 from aioengine.events.wire import WireHeader

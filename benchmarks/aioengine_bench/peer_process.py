@@ -101,8 +101,8 @@ def float32_folder(model: str, peers_dir: Path) -> tuple[Path, str | None]:
     """
     import torch
 
-    from aioengine.models.gguf import GGUFFile
-    from aioengine.models.hub import resolve_model
+    from aioengine.checkpoint.gguf import GGUFFile
+    from aioengine.models.info import resolve_model
 
     files = resolve_model(model)
     if files.format != "gguf":

@@ -14,7 +14,7 @@ from typing import Any
 
 from aioengine import __version__
 from aioengine.errors import ConfigError
-from aioengine.events.replay import Recording, read_recording
+from aioengine.events.recording.reader import Recording, read_recording
 from aioengine.events.step_event import StepEvent, StepResultEvent
 from aioengine.events.wire import WireError
 from aioengine_bench import console, svg

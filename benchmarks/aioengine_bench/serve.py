@@ -271,9 +271,8 @@ def load_tokenizer_of(config: EngineConfig) -> tuple[TextTokenizer, int]:
         from aioengine.testing import FakeTokenizer
 
         return FakeTokenizer(), FakeTokenizer.vocab_size
-    from aioengine.models.files import read_model_info
-    from aioengine.models.hub import resolve_model
-    from aioengine.models.tokenizer import load_tokenizer
+    from aioengine.checkpoint.tokenizer import load_tokenizer
+    from aioengine.models.info import read_model_info, resolve_model
 
     files = resolve_model(config.tokenizer or config.model)
     return load_tokenizer(files.folder), read_model_info(files).vocab_size

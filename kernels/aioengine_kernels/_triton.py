@@ -39,6 +39,8 @@ else:
         def jit(function):
             return _MissingKernel(function)
     else:
+        from aioengine_kernels.launcher import Kernel
+
         HAS_TRITON = True
 
         def jit(function):
@@ -46,9 +48,11 @@ else:
 
             Triton compiles a variant of a kernel for arguments that are 1 or divisible by 16; for a number of requests or
             tokens that would mean a compilation in the middle of serving, so those parameters are not specialized.
+            A kernel, unlike the functions that it calls, has `_kernel` at the end of its name.
             """
             counts = [name for name, annotation in function.__annotations__.items() if annotation == "tl.int32"]
-            return triton.jit(function, do_not_specialize=counts)
+            compiled = triton.jit(function, do_not_specialize=counts)
+            return Kernel(compiled, counts=counts) if function.__name__.endswith("_kernel") else compiled
 
 
 INTERPRETED: Final = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"

@@ -32,6 +32,8 @@ class StepRows:
     query_start_loc: torch.Tensor  # [num_reqs + 1] int32
     num_computed_tokens: torch.Tensor  # [num_reqs] int32: the position of the request's first token in this step
     num_table_tokens: torch.Tensor  # [num_reqs] int32: tokens that token_table holds; the next one is the last sampled token
+    kv_start_loc: torch.Tensor  # [num_reqs + 1] int32: how the decodes are cut, see `flash_decoding.DecodeSplit`
+    segment_len: torch.Tensor  # [1] int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,8 @@ class BatchInputs:
     seq_lens: torch.Tensor  # [max_num_batch_reqs] int32: cached positions including this step's; padding 0
     logits_indices: torch.Tensor  # [max_num_batch_reqs] int32 or int64: the last token of each request; padding 0
     block_table: torch.Tensor  # [max_num_batch_reqs, max_num_blocks_per_req] int32: rows in batch order; unused entries untouched
+    kv_start_loc: torch.Tensor  # [max_num_batch_reqs + 1] int32; padding: no positions
+    segment_len: torch.Tensor  # [1] int32
 
 
 @jit
@@ -55,12 +59,16 @@ def _batch_inputs_kernel(
     query_start_loc_ptr,
     num_computed_ptr,
     num_table_ptr,
+    kv_start_ptr,
+    segment_len_ptr,
     input_ids_ptr,
     positions_ptr,
     slot_mapping_ptr,
     seq_lens_ptr,
     logits_indices_ptr,
     batch_block_table_ptr,
+    batch_kv_start_ptr,
+    batch_segment_len_ptr,
     token_table_stride,
     block_table_stride,
     batch_block_table_stride,
@@ -88,6 +96,10 @@ def _batch_inputs_kernel(
             zeros = tl.zeros((BLOCK,), tl.int32)
             tl.store(seq_lens_ptr + row, zeros, mask=mask)
             tl.store(logits_indices_ptr + row, zeros.to(logits_indices_ptr.dtype.element_ty), mask=mask)
+            tl.store(batch_kv_start_ptr + row + 1, zeros + tl.load(kv_start_ptr + num_reqs), mask=mask)
+        if chunk == 0:
+            tl.store(batch_kv_start_ptr + num_reqs, tl.load(kv_start_ptr + num_reqs))
+            tl.store(batch_segment_len_ptr, tl.load(segment_len_ptr))
         return
 
     slot = tl.load(idx_mapping_ptr + i).to(tl.int64)
@@ -114,6 +126,7 @@ def _batch_inputs_kernel(
     tl.store(slot_mapping_ptr + start + offset, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=mask)
 
     if chunk == 0:
+        tl.store(batch_kv_start_ptr + i, tl.load(kv_start_ptr + i))
         tl.store(seq_lens_ptr + i, seq_len)
         tl.store(logits_indices_ptr + i, tl.maximum(start + query_len - 1, 0).to(logits_indices_ptr.dtype.element_ty))
     num_blocks = (seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE
@@ -134,6 +147,10 @@ def batch_inputs_ref(tables: RequestTables, rows: StepRows, out: BatchInputs, *,
         (out.logits_indices, 0),
     ):
         tensor.fill_(padding)
+    num_reqs = rows.idx_mapping.shape[0]
+    out.kv_start_loc[: num_reqs + 1] = rows.kv_start_loc
+    out.kv_start_loc[num_reqs + 1 :] = rows.kv_start_loc[-1]
+    out.segment_len.copy_(rows.segment_len)
     starts = rows.query_start_loc.tolist()
     for i, (slot, computed, known) in enumerate(
         zip(rows.idx_mapping.tolist(), rows.num_computed_tokens.tolist(), rows.num_table_tokens.tolist(), strict=True)
@@ -164,12 +181,16 @@ def batch_inputs_triton(tables: RequestTables, rows: StepRows, out: BatchInputs,
         rows.query_start_loc,
         rows.num_computed_tokens,
         rows.num_table_tokens,
+        rows.kv_start_loc,
+        rows.segment_len,
         out.input_ids,
         out.positions,
         out.slot_mapping,
         out.seq_lens,
         out.logits_indices,
         out.block_table,
+        out.kv_start_loc,
+        out.segment_len,
         tables.token_table.stride(0),
         tables.block_table.stride(0),
         out.block_table.stride(0),

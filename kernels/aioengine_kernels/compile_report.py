@@ -25,7 +25,7 @@ import torch
 
 from aioengine_kernels.activation import silu_mul_triton
 from aioengine_kernels.batch_inputs import BatchInputs, RequestTables, StepRows, batch_inputs_triton
-from aioengine_kernels.gumbel import gumbel_argmax_triton
+from aioengine_kernels.draw_tokens import draw_tokens_triton
 from aioengine_kernels.logprobs import token_logprobs_triton
 from aioengine_kernels.paged_attention import paged_attention_triton
 from aioengine_kernels.penalties import apply_penalties_triton
@@ -60,6 +60,9 @@ MODELS: Final[Mapping[str, ModelShape]] = {
 SHARED_MEMORY_LIMITS: Final[Mapping[str, int]] = {"sm_80": 166_912, "sm_86": 101_376, "sm_90": 232_448}
 """Bytes of shared memory that one program may use; the compiler does not check it."""
 
+MAX_SPILL_BYTES: Final = 256
+"""Stores and loads a thread that ptxas may add, of any kernel in any dtype: what a loop's invariants cost once, not its tiles."""
+
 
 @dataclass(frozen=True, slots=True)
 class KernelReport:
@@ -74,6 +77,16 @@ class KernelReport:
     shared_memory: int  # bytes a program
     tensor_core: Mapping[str, int]  # instruction -> how often it stands in the code
     vector_loads: int  # 16-byte global loads and asynchronous copies
+
+    @property
+    def excess(self) -> str | None:
+        """What is over its limit; None if nothing is."""
+        limit = SHARED_MEMORY_LIMITS[self.target]
+        if self.spill_bytes > MAX_SPILL_BYTES:
+            return f"{self.case}, {self.kernel}, {self.target}: {self.spill_bytes} bytes spilled, the limit is {MAX_SPILL_BYTES}"
+        if self.shared_memory > limit:
+            return f"{self.case}, {self.kernel}, {self.target}: {self.shared_memory} bytes of shared memory, the limit is {limit}"
+        return None
 
 
 class _CompileOnlyDriver:
@@ -146,11 +159,12 @@ def _attention(
     seq_len: int = 8192,
     block_size: int = 16,
     dtype: torch.dtype = torch.bfloat16,
+    cache_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> None:
-    key_cache, value_cache = _cache(shape, block_size, dtype)
+    key_cache, value_cache = _cache(shape, block_size, cache_dtype or dtype)
     paged_attention_triton(
-        _meta(num_reqs * query_len, shape.num_heads, shape.head_dim),
+        _meta(num_reqs * query_len, shape.num_heads, shape.head_dim, dtype=dtype),
         key_cache=key_cache,
         value_cache=value_cache,
         block_table=_int(num_reqs, 512),
@@ -165,7 +179,14 @@ def _attention(
 
 def _batch_inputs(shape: ModelShape) -> None:
     tables = RequestTables(token_table=_int(256, 8192), block_table=_int(256, 512), last_sampled_tokens=_int(256))
-    rows = StepRows(idx_mapping=_int(64), query_start_loc=_int(65), num_computed_tokens=_int(64), num_table_tokens=_int(64))
+    rows = StepRows(
+        idx_mapping=_int(64),
+        query_start_loc=_int(65),
+        num_computed_tokens=_int(64),
+        num_table_tokens=_int(64),
+        kv_start_loc=_int(65),
+        segment_len=_int(1),
+    )
     out = BatchInputs(
         input_ids=_long(8192),
         positions=_long(8192),
@@ -173,6 +194,8 @@ def _batch_inputs(shape: ModelShape) -> None:
         seq_lens=_int(256),
         logits_indices=_long(256),
         block_table=_int(256, 512),
+        kv_start_loc=_int(257),
+        segment_len=_int(1),
     )
     batch_inputs_triton(tables, rows, out, block_size=16, max_query_len=1)
 
@@ -220,8 +243,8 @@ def _top_k_top_p(shape: ModelShape) -> None:
     top_k_top_p_triton(_float(64, shape.vocab_size), temperature=_float(64), top_k=_int(64), top_p=_float(64), min_p=_float(64))
 
 
-def _gumbel(shape: ModelShape) -> None:
-    gumbel_argmax_triton(
+def _draw_tokens(shape: ModelShape) -> None:
+    draw_tokens_triton(
         _float(64, shape.vocab_size),
         temperature=_float(64),
         seeds=_long(64),
@@ -236,6 +259,7 @@ def _cases(name: str, shape: ModelShape) -> Iterator[tuple[str, Callable[[], Any
     yield "attention decode x64", partial(_attention, shape, num_reqs=64, query_len=1)
     yield "attention decode x1 split", partial(_attention, shape, num_reqs=1, query_len=1)
     yield "attention chunk of 512", partial(_attention, shape, num_reqs=4, query_len=512)
+    yield "attention chunk x1 split", partial(_attention, shape, num_reqs=1, query_len=40, seq_len=32768)
     yield "qk_norm_rope_cache", partial(_qk_norm_rope_cache, shape)
     yield (
         "rms_norm + residual",
@@ -244,8 +268,10 @@ def _cases(name: str, shape: ModelShape) -> Iterator[tuple[str, Callable[[], Any
     yield "silu_mul", partial(silu_mul_triton, _meta(64, 2 * shape.intermediate_size))
     yield "reshape_and_cache", partial(_reshape_and_cache, shape)
     yield "apply_rope", partial(_rope, shape)
-    yield "gumbel_argmax", partial(_gumbel, shape)
+    yield "draw_tokens", partial(_draw_tokens, shape)
     if name == "llama-3-8b":
+        yield "attention decode x64 float32", partial(_attention, shape, num_reqs=64, query_len=1, dtype=torch.float32)
+        yield "attention chunk of 512 float32", partial(_attention, shape, num_reqs=4, query_len=512, dtype=torch.float32)
         yield "batch_inputs", partial(_batch_inputs, shape)
         yield "write_rows", partial(write_rows_triton, _int(256, 8192), _int(4, 4), _int(2048), max_length=2048)
         yield "zero_blocks", partial(zero_blocks_triton, _cache(shape, 16)[0], _int(8))
@@ -258,18 +284,21 @@ def _fp8_cases(shape: ModelShape) -> Iterator[tuple[str, Callable[[], Any]]]:
     """An fp8 cache, which needs compute capability 8.9."""
     fp8 = torch.float8_e4m3fn
     yield "reshape_and_cache fp8", partial(_reshape_and_cache, shape, fp8)
-    yield "attention decode x64 fp8", partial(_attention, shape, num_reqs=64, query_len=1, dtype=fp8, k_scale=0.5, v_scale=0.5)
+    yield "attention decode x64 fp8", partial(_attention, shape, num_reqs=64, query_len=1, cache_dtype=fp8, k_scale=0.5, v_scale=0.5)
+    yield "attention chunk of 512 fp8", partial(_attention, shape, num_reqs=4, query_len=512, cache_dtype=fp8)
 
 
 def _hard_cases(shape: ModelShape) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Options and shapes outside the main models: window, soft cap, wide and odd heads, large blocks."""
+    """Options and shapes outside the main models: window, soft cap, wide and odd heads in every dtype, large blocks."""
     options: dict[str, Any] = {"sliding_window": 1024, "logits_soft_cap": 50.0}
-    yield "attention decode window cap", partial(_attention, shape, num_reqs=64, query_len=1, **options)
-    yield "attention chunk window cap", partial(_attention, shape, num_reqs=4, query_len=512, **options)
-    for head_dim in (80, 96, 256):
-        wide = ModelShape(16, 8, head_dim, 2048, 8192, 32000)
-        yield f"attention decode d{head_dim}", partial(_attention, wide, num_reqs=64, query_len=1, block_size=256)
-        yield f"attention chunk d{head_dim}", partial(_attention, wide, num_reqs=4, query_len=512)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        name = str(dtype).removeprefix("torch.")
+        yield f"attention decode window cap {name}", partial(_attention, shape, num_reqs=64, query_len=1, dtype=dtype, **options)
+        yield f"attention chunk window cap {name}", partial(_attention, shape, num_reqs=4, query_len=512, dtype=dtype, **options)
+        for head_dim in (64, 80, 96, 128, 256):
+            wide = ModelShape(16, 8, head_dim, 2048, 8192, 32000)
+            yield f"attention decode d{head_dim} {name}", partial(_attention, wide, num_reqs=64, query_len=1, block_size=256, dtype=dtype)
+            yield f"attention chunk d{head_dim} {name}", partial(_attention, wide, num_reqs=4, query_len=512, dtype=dtype)
 
 
 def _resource_usage(ptx: str, target: str) -> tuple[int, int]:
@@ -340,7 +369,7 @@ def format_table(reports: Iterable[KernelReport]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line: print the table, or JSON with --json."""
+    """The command line: print the table, or JSON with --json; status 1 if a kernel spills, or shares memory, beyond its limit."""
     parser = argparse.ArgumentParser(prog="compile_report", description="Compile the kernels ahead of time and report their resources.")
     parser.add_argument("--target", action="append", choices=sorted(SHARED_MEMORY_LIMITS), help="default: sm_80 and sm_90")
     parser.add_argument("--model", action="append", choices=sorted(MODELS), help="default: all")
@@ -351,7 +380,9 @@ def main(arguments: list[str] | None = None) -> int:
         targets=options.target or ("sm_80", "sm_90"), models=options.model or tuple(MODELS), hard_cases=options.hard_cases
     )
     print(json.dumps([asdict(report) for report in reports]) if options.json else format_table(reports))
-    return 0
+    excesses = [report.excess for report in reports if report.excess is not None]
+    print("\n".join(excesses), file=sys.stderr, end="\n" if excesses else "")
+    return 1 if excesses else 0
 
 
 if __name__ == "__main__":

@@ -10,6 +10,12 @@ _BLOCK = 8192  # with 32 warps 32 KB of loads in flight, about what one SM needs
 
 
 @jit
+def _as_logit(x):
+    """NaN and +inf count as -inf."""
+    return tl.where(x < float("inf"), x, float("-inf"))
+
+
+@jit
 def _token_logprobs_kernel(
     logits_ptr,
     token_ids_ptr,
@@ -25,14 +31,14 @@ def _token_logprobs_kernel(
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_stride
     first_token = tl.load(token_ids_ptr + row * token_ids_stride)
-    first_logit = tl.load(row_ptr + first_token)
+    first_logit = _as_logit(tl.load(row_ptr + first_token))
     lowest = -3.4e38  # finite, so that a lane of -inf logits never computes inf - inf
     maximum = tl.full((BLOCK,), lowest, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     above = tl.zeros((BLOCK,), tl.int32)
     for first in tl.range(0, vocab_size, BLOCK):
         token = first + tl.arange(0, BLOCK)
-        x = tl.load(row_ptr + token, mask=token < vocab_size, other=float("-inf"))
+        x = _as_logit(tl.load(row_ptr + token, mask=token < vocab_size, other=float("-inf")))
         new_maximum = tl.maximum(maximum, x)
         total = total * tl.exp(maximum - new_maximum) + tl.exp(x - new_maximum)
         maximum = new_maximum
@@ -42,15 +48,17 @@ def _token_logprobs_kernel(
     column = tl.arange(0, TOKENS_PADDED)
     mask = column < num_tokens_per_row
     token_id = tl.load(token_ids_ptr + row * token_ids_stride + column, mask=mask, other=0)
-    logit = tl.load(row_ptr + token_id, mask=mask, other=0.0)
-    tl.store(logprobs_ptr + row * num_tokens_per_row + column, logit - log_sum, mask=mask)
+    logit = _as_logit(tl.load(row_ptr + token_id, mask=mask, other=0.0))
+    tl.store(logprobs_ptr + row * num_tokens_per_row + column, tl.where(logit > float("-inf"), logit - log_sum, logit), mask=mask)
     tl.store(ranks_ptr + row, tl.sum(above, 0) + 1)
 
 
 def token_logprobs_ref(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`token_logprobs` in torch."""
     ids = token_ids.long()
-    logprobs = logits.log_softmax(-1).gather(1, ids)
+    logits = logits.masked_fill(~(logits < float("inf")), float("-inf"))
+    # A row of nothing but -inf has the log-probability -inf everywhere.
+    logprobs = logits.log_softmax(-1).gather(1, ids).masked_fill(logits.gather(1, ids) == float("-inf"), float("-inf"))
     ranks = (logits > logits.gather(1, ids[:, :1])).sum(1) + 1
     return logprobs, ranks.to(torch.int32)
 
@@ -83,7 +91,8 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch
 
     logits: [n, vocab_size] float32. token_ids: [n, m] int32 or int64 with every id in [0, vocab_size): the sampled token
     first, then the likeliest ones (`torch.topk` of the logits finds them by selection, not by sorting).
-    Returns logprobs [n, m] float32 and ranks [n] int32; a rank is 1 + the number of tokens with a larger logit.
+    Returns logprobs [n, m] float32 and ranks [n] int32; a rank is 1 + the number of tokens with a larger logit. NaN and +inf
+    count as -inf.
     """
     gather = token_logprobs_triton if use_triton(logits) else token_logprobs_ref
     return gather(logits, token_ids)

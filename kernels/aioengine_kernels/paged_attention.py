@@ -1,86 +1,85 @@
-"""Attention over the paged KV cache: one ragged kernel for chunks of prompts and single decode tokens together.
+"""Attention over the paged KV cache: a launch for the decodes of a step, and one for its prompt chunks.
 
 A query block is BLOCK_Q consecutive query tokens of one request; the query heads that share a KV head (GQA) are stacked with
-them on the M dimension, BLOCK_M = BLOCK_Q x group rows, so keys and values are read once for the whole group. Request r's query
-blocks are the program ids from query_start_loc[r] // BLOCK_Q + r on: that is at least the number it needs, and lets a
-program find its request by a binary search instead of a table from the host. The online softmax follows FlashAttention-2
-(Dao, 2023), the addressing PagedAttention (Kwon et al., 2023).
+them on the M dimension, BLOCK_M = BLOCK_Q x group rows, so keys and values are read once for the whole group. Chunks and decodes
+want different tiles, so each has its launch: a step's decodes come first in the batch. In both a program finds its request by a
+binary search over prefix sums instead of a table from the host (kernels/README.md, "Query blocks"). The online softmax follows
+FlashAttention-2 (Dao, 2023), the addressing PagedAttention (Kwon et al., 2023), the split of decodes Flash-Decoding.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 
 from aioengine_kernels._triton import jit, next_power_of_2, tl, use_triton
-from aioengine_kernels.flash_decoding import choose_num_segments, reduce_segments_triton
+from aioengine_kernels.flash_decoding import DecodeSplit, _segments_of, choose_num_segments, reduce_segments_triton
 from aioengine_kernels.reshape_and_cache import check_cache
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """How a launch is cut."""
+    """How a launch is cut: a function of the model alone, so that serving never meets a variant that was not compiled."""
 
     block_m: int  # rows of a query tile: query tokens x query heads of one group
     block_q: int  # query tokens of a query tile
     tile: int  # cached positions an iteration attends to
-    num_segments: int  # programs that share one query tile's cached positions; 1: no reduction
     num_warps: int
     num_stages: int
+    precision: str = "ieee"  # of the products: "tf32x3" is float32 on tensor cores, in three products of 10-bit mantissas
 
 
-def plan_attention(
-    *, num_reqs: int, max_query_len: int, max_seq_len: int, num_heads: int, num_kv_heads: int, head_dim: int
-) -> AttentionPlan:
-    """Choose the launch for a batch; every argument is known on the host, and equal shapes give equal plans.
+@cache
+def plan_attention(*, decode: bool, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.bfloat16) -> AttentionPlan:
+    """The launch of decodes (one query token a request), or of prompt chunks, for queries of `dtype`.
 
-    Query tiles of 16 rows (the smallest a tensor core takes) when every request's rows fit in one, else of 128, or 64 for heads
-    wider than 128, which is what fits in registers. Only small tiles split the KV cache, see `choose_num_segments`.
-    Llama-3-8B (32 query heads, 8 KV heads of 128), cached positions 8192: one decoding request launches 1 query block x 8 heads
-    x 32 segments = 256 programs, 256 requests 320 x 8 = 2560 (512 of them exit at once); a chunk of 2048 tokens has
-    128 / 4 = 32 tokens a tile: 65 x 8 = 520 programs.
-
-    Five stages for small tiles: keys are found through the block table, so a load of a load, and the compiler spreads
-    `num_stages` over both; with five it keeps two tiles of keys and values in flight, with three or four only one.
+    Decodes take query tiles of 16 rows, the smallest that a tensor core multiplies, and five stages: keys are found through the block
+    table, so a load of a load, and the compiler spreads `num_stages` over both; with five it keeps two tiles of keys and values
+    in flight, with three or four only one. Chunks take tiles of 128 rows, or 64 for heads wider than 128, which is what fits in
+    registers. Float32 has twice the bytes and, as products in full float32 have no tensor-core instruction and spill by the ten
+    thousand bytes, multiplies in "tf32x3", which keeps three pieces of each operand: tiles of 64, 32 and 16 rows for heads up to
+    64, 128 and 256.
     """
     group = num_heads // num_kv_heads
     dim = next_power_of_2(head_dim)
-    small = max(16, next_power_of_2(group))
-    if max_query_len * group <= small:
-        num_segments = choose_num_segments(num_query_blocks=num_reqs, num_kv_heads=num_kv_heads, max_seq_len=max_seq_len)
-        return AttentionPlan(small, small // group, tile=32, num_segments=num_segments, num_warps=4, num_stages=5)
-    block_m = max(128 if dim <= 128 else 64, next_power_of_2(group))
-    return AttentionPlan(block_m, block_m // group, tile=64 if dim <= 128 else 32, num_segments=1, num_warps=8, num_stages=3)
+    wide = dim > 128
+    if dtype == torch.float32:
+        block_m = max(16 if decode or wide else 4096 // max(dim, 64), next_power_of_2(group))
+        num_warps = 8 if wide and not decode else 4
+        return AttentionPlan(block_m, block_m // group, tile=32, num_warps=num_warps, num_stages=2, precision="tf32x3")
+    if decode:
+        block_m = max(16, next_power_of_2(group))
+        return AttentionPlan(block_m, block_m // group, tile=32, num_warps=4, num_stages=5)
+    block_m = max(64 if wide else 128, next_power_of_2(group))
+    return AttentionPlan(block_m, block_m // group, tile=32 if wide else 64, num_warps=8, num_stages=3)
 
 
 @jit
-def _find_request(query_start_loc_ptr, query_block, num_reqs, BLOCK_Q: tl.constexpr):
-    """The last request whose first query block is at or before `query_block`."""
-    low = 0
-    high = num_reqs
-    while low < high:
-        middle = (low + high) // 2
-        first = tl.load(query_start_loc_ptr + middle) // BLOCK_Q + middle
-        if first <= query_block:
-            low = middle + 1
-        else:
-            high = middle
-    return low - 1
+def _find_last(start_loc_ptr, base, block, item, count, steps):
+    """The last i < count with (start_loc[i] - base) // block + i <= item, in `steps` = bits of `count` steps; 0 if there is none."""
+    last = 0
+    for step in tl.range(0, steps):
+        candidate = last + (1 << (steps - 1 - step))
+        inside = candidate < count
+        first = (tl.load(start_loc_ptr + candidate, mask=inside, other=0) - base) // block + candidate
+        last = tl.where(inside & (first <= item), candidate, last)
+    return last
 
 
 @jit
-def _tile_range(context_len, first_query, seq_len, segment, BLOCK_Q, TILE, WINDOW, NUM_SEGMENTS):
+def _tile_range(context_len, first_query, seq_len, segment, num_segments, BLOCK_Q, TILE, WINDOW):
     """The tiles that a query block attends to: from the window's first position to its last query's own, cut into segments."""
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(context_len + first_query - WINDOW + 1, 0) // TILE
     end = (tl.minimum(context_len + first_query + BLOCK_Q, seq_len) + TILE - 1) // TILE
-    if NUM_SEGMENTS > 1:
-        tiles = (end - begin + NUM_SEGMENTS - 1) // NUM_SEGMENTS
-        begin = begin + segment * tiles
-        end = tl.minimum(begin + tiles, end)
+    tiles = (end - begin + num_segments - 1) // num_segments
+    begin = begin + segment * tiles
+    end = tl.minimum(begin + tiles, end)
     return begin, end
 
 
@@ -92,6 +91,8 @@ def _paged_attention_kernel(
     block_table_ptr,
     seq_lens_ptr,
     query_start_loc_ptr,
+    kv_start_loc_ptr,
+    segment_len_ptr,
     out_ptr,
     partial_ptr,
     maxima_ptr,
@@ -110,7 +111,11 @@ def _paged_attention_kernel(
     v_block_stride,
     v_slot_stride,
     v_head_stride,
+    first_req: tl.int32,
     num_reqs: tl.int32,
+    search_steps: tl.int32,
+    num_segments: tl.int32,
+    num_tokens: tl.int32,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -121,17 +126,33 @@ def _paged_attention_kernel(
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
-    NUM_SEGMENTS: tl.constexpr,
+    DECODE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
-    query_block = tl.program_id(0)
+    item = tl.program_id(0)
     kv_head = tl.program_id(1)
-    segment = tl.program_id(2)
-    request = _find_request(query_start_loc_ptr, query_block, num_reqs, BLOCK_Q)
-    query_start = tl.load(query_start_loc_ptr + request)
-    query_len = tl.load(query_start_loc_ptr + request + 1) - query_start
-    first_query = (query_block - (query_start // BLOCK_Q + request)) * BLOCK_Q
-    if first_query >= query_len:
-        return
+    if DECODE:  # an item is a segment of a request, which has one query token
+        segment_len = tl.load(segment_len_ptr)
+        request = _find_last(kv_start_loc_ptr, 0, segment_len, item, num_reqs, search_steps)
+        first_item, segments = _segments_of(kv_start_loc_ptr, request, segment_len)
+        segment = item - first_item
+        if segment >= segments:
+            return
+        query_start = request
+        query_len = 1
+        first_query = 0
+        partial_row = item
+    else:  # an item is a query block
+        segment = tl.program_id(2)
+        segments = num_segments
+        base = tl.load(query_start_loc_ptr + first_req)
+        request = first_req + _find_last(query_start_loc_ptr + first_req, base, BLOCK_Q, item, num_reqs, search_steps)
+        query_start = tl.load(query_start_loc_ptr + request)
+        query_len = tl.load(query_start_loc_ptr + request + 1) - query_start
+        first_query = (item - ((query_start - base) // BLOCK_Q + request - first_req)) * BLOCK_Q
+        if first_query >= query_len:
+            return
+        partial_row = segment * num_tokens + query_start - base + first_query
     seq_len = tl.load(seq_lens_ptr + request)
     context_len = seq_len - query_len
 
@@ -148,7 +169,7 @@ def _paged_attention_kernel(
         other=0.0,
     )
     query_position = context_len + query_index
-    begin, end = _tile_range(context_len, first_query, seq_len, segment, BLOCK_Q, TILE, WINDOW, NUM_SEGMENTS)
+    begin, end = _tile_range(context_len, first_query, seq_len, segment, segments, BLOCK_Q, TILE, WINDOW)
 
     block_row_ptr = block_table_ptr + request.to(tl.int64) * block_table_stride
     k_ptr = key_cache_ptr + kv_head * k_head_stride
@@ -167,7 +188,7 @@ def _paged_attention_kernel(
             mask=dim_mask[:, None] & in_sequence[None, :],
             other=0.0,
         )
-        scores = tl.dot(query, key.to(query.dtype), input_precision="ieee") * score_factor
+        scores = tl.dot(query, key.to(query.dtype), input_precision=PRECISION) * score_factor
         if SOFT_CAP:  # score_factor holds scale / cap; tanh(x) = 2 sigmoid(2x) - 1, as Triton has no portable tanh
             scores = cap_log2e * (2.0 * tl.sigmoid(2.0 * scores) - 1.0)
         visible = (position[None, :] <= query_position[:, None]) & row_mask[:, None]
@@ -186,9 +207,9 @@ def _paged_attention_kernel(
             other=0.0,
         )
         accumulator = accumulator * rescale[:, None]
-        accumulator = tl.dot(weights.to(query.dtype), value.to(query.dtype), accumulator, input_precision="ieee")
+        accumulator = tl.dot(weights.to(query.dtype), value.to(query.dtype), accumulator, input_precision=PRECISION)
 
-    if NUM_SEGMENTS == 1:
+    if segments == 1:
         result = accumulator * v_scale / tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(
             out_ptr + token[:, None] * out_stride + head[:, None] * out_head_stride + dim[None, :],
@@ -196,7 +217,7 @@ def _paged_attention_kernel(
             mask=row_mask[:, None] & dim_mask[None, :],
         )
     else:
-        place = (token * NUM_HEADS + head) * NUM_SEGMENTS + segment
+        place = (partial_row + row // GROUP).to(tl.int64) * NUM_HEADS + head
         tl.store(partial_ptr + place[:, None] * DIM_PADDED + dim[None, :], accumulator, mask=row_mask[:, None])
         tl.store(maxima_ptr + place, maximum, mask=row_mask)
         tl.store(sums_ptr + place, total, mask=row_mask)
@@ -258,78 +279,148 @@ def paged_attention_triton(
     max_query_len: int,
     max_seq_len: int,
     scale: float,
+    num_decodes: int | None = None,
+    split: DecodeSplit | None = None,
     sliding_window: int | None = None,
     logits_soft_cap: float | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     out: torch.Tensor | None = None,
-    plan: AttentionPlan | None = None,
+    num_segments: int | None = None,
 ) -> torch.Tensor:
-    """Launch the kernel of `paged_attention`; the arguments are those of `paged_attention`, and a plan to use."""
+    """Launch the kernels of `paged_attention`; the arguments are those of `paged_attention`, and the segments of chunks to use."""
     check_cache(key_cache, value_cache)
     out = torch.empty_like(query) if out is None else out
-    num_tokens, num_heads, head_dim = query.shape
     num_reqs = seq_lens.shape[0]
-    _, block_size, num_kv_heads, _ = key_cache.shape
-    if num_tokens == 0 or num_reqs == 0:
+    if query.shape[0] == 0 or num_reqs == 0:
         return out
-    plan = plan or plan_attention(
-        num_reqs=num_reqs,
-        max_query_len=max_query_len,
-        max_seq_len=max_seq_len,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-    )
-    dim_padded = next_power_of_2(head_dim)
-    partial = maxima = sums = out
-    if plan.num_segments > 1:
-        shape = (num_tokens, num_heads, plan.num_segments)
-        partial = torch.empty(*shape, dim_padded, dtype=torch.float32, device=query.device)
-        maxima = torch.empty(shape, dtype=torch.float32, device=query.device)
-        sums = torch.empty_like(maxima)
+    if num_decodes is None:
+        num_decodes = num_reqs if max_query_len == 1 and query.shape[0] == num_reqs else 0
     log2e = math.log2(math.e)  # softmax in base 2: the hardware has exp2
     score_factor = scale * k_scale * log2e if logits_soft_cap is None else scale * k_scale / logits_soft_cap
-    grid = (num_tokens // plan.block_q + num_reqs, num_kv_heads, plan.num_segments)
-    _paged_attention_kernel[grid](
-        query,
-        key_cache,
-        value_cache,
-        block_table,
-        seq_lens,
-        query_start_loc,
-        out,
-        partial,
-        maxima,
-        sums,
-        score_factor,
-        (logits_soft_cap or 0.0) * log2e,
-        v_scale,
-        query.stride(0),
-        query.stride(1),
-        out.stride(0),
-        out.stride(1),
-        block_table.stride(0),
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
-        num_reqs,
-        NUM_HEADS=num_heads,
-        GROUP=num_heads // num_kv_heads,
-        HEAD_DIM=head_dim,
-        DIM_PADDED=dim_padded,
-        BLOCK_SIZE=block_size,
-        BLOCK_Q=plan.block_q,
-        BLOCK_M=plan.block_m,
-        TILE=plan.tile,
-        WINDOW=sliding_window or 0,
-        SOFT_CAP=logits_soft_cap is not None,
-        NUM_SEGMENTS=plan.num_segments,
-        num_warps=plan.num_warps,
-        num_stages=plan.num_stages,
+    launch = _Launch(
+        query, key_cache, value_cache, block_table, seq_lens, query_start_loc, out, score_factor, logits_soft_cap, v_scale, sliding_window
     )
-    if plan.num_segments > 1:
-        reduce_segments_triton(partial, maxima, sums, out=out, v_scale=v_scale)
+    if num_decodes:
+        if split is None:
+            split = DecodeSplit.of_bounds(seq_lens[:num_decodes], max_seq_len=max_seq_len, num_kv_heads=key_cache.shape[2])
+        launch.decodes(num_decodes, split)
+    if num_reqs > num_decodes:
+        launch.chunks(num_decodes, num_reqs - num_decodes, max_seq_len=max_seq_len, num_segments=num_segments)
     return out
+
+
+@dataclass(slots=True)  # not frozen: that costs microseconds a layer
+class _Launch:
+    """What the two launches of a call share."""
+
+    query: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+    out: torch.Tensor
+    score_factor: float
+    soft_cap: float | None
+    v_scale: float
+    window: int | None
+
+    def decodes(self, num_reqs: int, split: DecodeSplit) -> None:
+        """The first `num_reqs` requests, with one query token each."""
+        plan = self._plan(decode=True)
+        partial = self._partial(split.num_segments) if split.is_split else self._no_partial()
+        grid = (split.num_segments, self.key_cache.shape[2])
+        self._run(grid, plan, partial, split=split, first_req=0, num_reqs=num_reqs, num_segments=1, num_tokens=num_reqs)
+        if split.is_split:
+            reduce_segments_triton(*partial, out=self.out, v_scale=self.v_scale, split=split, num_tokens=num_reqs)
+
+    def chunks(self, first_req: int, num_reqs: int, *, max_seq_len: int, num_segments: int | None) -> None:
+        """The requests behind the first `first_req`, which are decodes."""
+        plan, num_kv_heads = self._plan(decode=False), self.key_cache.shape[2]
+        num_tokens = self.query.shape[0] - first_req
+        num_blocks = num_tokens // plan.block_q + num_reqs
+        if num_segments is None:
+            num_segments = choose_num_segments(num_query_blocks=num_blocks, num_kv_heads=num_kv_heads, max_seq_len=max_seq_len)
+        partial = self._partial(num_segments, num_tokens) if num_segments > 1 else self._no_partial()
+        grid = (num_blocks, num_kv_heads, num_segments)
+        self._run(grid, plan, partial, split=None, first_req=first_req, num_reqs=num_reqs, num_segments=num_segments, num_tokens=num_tokens)
+        if num_segments > 1:
+            reduce_segments_triton(*partial, out=self.out, v_scale=self.v_scale, first_token=first_req, num_tokens=num_tokens)
+
+    def _plan(self, *, decode: bool) -> AttentionPlan:
+        _, num_heads, head_dim = self.query.shape
+        num_kv_heads = self.key_cache.shape[2]
+        return plan_attention(decode=decode, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=self.query.dtype)
+
+    def _partial(self, *rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Accumulators, maxima and sums of segments."""
+        _, num_heads, head_dim = self.query.shape
+        options: dict[str, Any] = {"dtype": torch.float32, "device": self.query.device}
+        partial = torch.empty(*rows, num_heads, next_power_of_2(head_dim), **options)
+        return partial, torch.empty(*rows, num_heads, **options), torch.empty(*rows, num_heads, **options)
+
+    def _no_partial(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What is not written to: of the same type, or it would make another variant of the kernel."""
+        nothing = torch.empty(0, dtype=torch.float32, device=self.query.device)
+        return nothing, nothing, nothing
+
+    def _run(
+        self,
+        grid: tuple[int, ...],
+        plan: AttentionPlan,
+        partial: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        *,
+        split: DecodeSplit | None,
+        first_req: int,
+        num_reqs: int,
+        num_segments: int,
+        num_tokens: int,
+    ) -> None:
+        query_strides, out_strides = self.query.stride(), self.out.stride()
+        _, num_heads, head_dim = self.query.shape
+        _, block_size, num_kv_heads, _ = self.key_cache.shape
+        _paged_attention_kernel[grid](
+            self.query,
+            self.key_cache,
+            self.value_cache,
+            self.block_table,
+            self.seq_lens,
+            self.query_start_loc,
+            self.query_start_loc if split is None else split.kv_start_loc,
+            self.query_start_loc if split is None else split.segment_len,
+            self.out,
+            *partial,
+            self.score_factor,
+            (self.soft_cap or 0.0) * math.log2(math.e),
+            self.v_scale,
+            query_strides[0],
+            query_strides[1],
+            out_strides[0],
+            out_strides[1],
+            self.block_table.stride(0),
+            *self.key_cache.stride()[:3],
+            *self.value_cache.stride()[:3],
+            first_req,
+            num_reqs,
+            num_reqs.bit_length(),
+            num_segments,
+            num_tokens,
+            NUM_HEADS=num_heads,
+            GROUP=num_heads // num_kv_heads,
+            HEAD_DIM=head_dim,
+            DIM_PADDED=next_power_of_2(head_dim),
+            BLOCK_SIZE=block_size,
+            BLOCK_Q=plan.block_q,
+            BLOCK_M=plan.block_m,
+            TILE=plan.tile,
+            WINDOW=self.window or 0,
+            SOFT_CAP=self.soft_cap is not None,
+            DECODE=split is not None,
+            PRECISION=plan.precision,
+            num_warps=plan.num_warps,
+            num_stages=plan.num_stages,
+        )
 
 
 def paged_attention(
@@ -343,6 +434,8 @@ def paged_attention(
     max_query_len: int,
     max_seq_len: int,
     scale: float,
+    num_decodes: int | None = None,
+    split: DecodeSplit | None = None,
     sliding_window: int | None = None,
     logits_soft_cap: float | None = None,
     k_scale: float = 1.0,
@@ -353,7 +446,9 @@ def paged_attention(
 
     Request i's query rows query_start_loc[i] : query_start_loc[i + 1] stand at the last positions of its seq_lens[i].
     sliding_window: a query sees that many positions, its own included. logits_soft_cap: scores become cap x tanh(score / cap).
-    k_scale, v_scale: factors of an fp8 cache. `max_query_len` and `max_seq_len` bound the host's lengths (see `plan_attention`).
+    k_scale, v_scale: factors of an fp8 cache. `max_query_len` and `max_seq_len` bound the host's lengths.
+    num_decodes: so many requests from the first on have exactly one query token, and get a launch of their own; None: all if that
+    is all they have, else none. split: how their positions are cut; None: evenly by the bounds.
     Padding of a captured graph: rows of `query` past query_start_loc[-1] are not written, and the row of a request with one query
     token and seq_lens[i] = 0 is zero. Returns [num_tokens, num_heads, head_dim].
     """
@@ -368,6 +463,8 @@ def paged_attention(
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
             scale=scale,
+            num_decodes=num_decodes,
+            split=split,
             sliding_window=sliding_window,
             logits_soft_cap=logits_soft_cap,
             k_scale=k_scale,

@@ -201,6 +201,7 @@ def test_an_answer_that_was_cut_off_is_not_completed() -> None:
         check_complete(output("error", 8, "the logits are not numbers"), 8, ignore_eos=True)
 
 
+@pytest.mark.alone
 async def test_num_prompts_is_the_number_that_was_sent(
     make_host: MakeHost, tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]
 ) -> None:
@@ -232,6 +233,7 @@ async def test_throughput_interrupted_before_anything_finished_says_so(
     assert b"Interrupted in run 1 of 1: 0 of 5 were completed." in captured.err
 
 
+@pytest.mark.alone
 async def test_a_trace_brings_its_own_times(make_host: MakeHost, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
     dataset = DatasetSpec(name="burst", num_prompts=4, burst_size=2, burst_interval=0.2, input_len=4, output_len=2)
     settings = ServeSettings(config=CONFIG, dataset=dataset, save=SaveOptions(output_json="-", detailed=True))

@@ -41,9 +41,8 @@ def test_a_length_that_was_asked_for_is_taken_as_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.model
 def test_random_prompts_survive_a_real_tokenizer() -> None:
-    from aioengine.models.files import read_model_info
-    from aioengine.models.hub import resolve_model
-    from aioengine.models.tokenizer import load_tokenizer
+    from aioengine.checkpoint.tokenizer import load_tokenizer
+    from aioengine.models.info import read_model_info, resolve_model
 
     files = resolve_model("smollm2", progress=False)
     tokenizer, info = load_tokenizer(files.folder), read_model_info(files)

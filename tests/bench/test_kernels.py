@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from aioengine.errors import ConfigError
-from aioengine_bench.kernel_cases import CaseFactory, KernelCase, Variant, all_cases
+from aioengine_bench.kernel_case import KernelCase, Variant
+from aioengine_bench.kernel_cases import CaseFactory, all_cases
 from aioengine_bench.kernels import KernelSettings, Roofline, format_rows, kernels, measure_case, relative_error
 from aioengine_bench.results import SaveOptions
 from aioengine_kernels.compile_report import ModelShape

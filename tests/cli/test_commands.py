@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from aioengine.commands.generate import ContinuationWriter
 from aioengine.config import EngineConfig
 from aioengine.engine.async_engine import AsyncEngine
 from aioengine.engine.publishing import PublishOptions
-from aioengine.events.replay import read_recording
+from aioengine.events.recording.reader import read_recording
 from aioengine.events.step_event import StepEvent
 from aioengine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from aioengine.sampling_params import SamplingParams
@@ -338,4 +340,22 @@ def test_doctor_names_the_kernels_or_says_why_there_are_none(capsys: pytest.Capt
     assert "the library was not built: no compiler" in capsys.readouterr().out
     monkeypatch.setattr(cpu, "status", lambda: None)
     assert main(["doctor"]) == 0
-    assert "ready" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "ready" in out
+    assert re.search(r"kv cache +[\d.]+ GiB on the CPU, of [\d.]+ GiB free .*max_model_len", out)
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_doctor_looks_for_what_triton_needs_at_its_first_launch(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, has_gpu: bool
+) -> None:
+    monkeypatch.setattr(cpu, "status", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H200")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=141 << 30))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert main(["doctor"]) == (1 if has_gpu else 0)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("c compiler")]
+    assert "a C compiler (gcc, or the one that CC names)" in lines[0]
+    assert ("missing: Triton's first launch" in lines[0]) == has_gpu

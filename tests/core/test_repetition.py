@@ -33,6 +33,12 @@ def by_definition(tokens: Sequence[int], max_size: int, min_size: int, count: in
     return None
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_a_long_run_of_one_token_repeats_with_the_longest_period_too(size: int) -> None:
+    """What is kept of a token's places reaches back one whole period, however often the token came."""
+    assert detects([5] * 100, size, size, 6) == 6 * size
+
+
 @given(
     st.lists(st.integers(0, 2), max_size=60),
     st.integers(1, 12),

@@ -9,7 +9,7 @@ import pytest
 from aioengine.core.invariants import check_idle
 from aioengine.core.scheduler import Scheduler
 from aioengine.core.scheduler_output import SchedulerOutput
-from aioengine.outputs import EngineCoreOutput, ModelRunnerOutput
+from aioengine.outputs import EngineCoreOutput, Logprob, ModelRunnerOutput
 from aioengine.request import Request, RequestStatus
 from aioengine.sampling_params import StructuredOutputsParams
 from aioengine.testing import EOS_TOKEN_ID, make_request, make_scheduler
@@ -90,6 +90,16 @@ def test_a_stop_token_among_right_guesses_ends_the_request_there() -> None:
     assert request.output_token_ids == [1, EOS_TOKEN_ID]
     assert step(scheduler).finished_req_ids == {"a"}
     check_idle(scheduler)
+
+
+def test_logprobs_end_where_the_tokens_do() -> None:
+    scheduler = speculating()
+    started(scheduler, prompt=[1, EOS_TOKEN_ID, 5, 1, EOS_TOKEN_ID, 5], first=1, logprobs=0)
+    out = step(scheduler)
+    sampled = [EOS_TOKEN_ID, 5, 1, EOS_TOKEN_ID, 9]
+    entries = [{token: Logprob(-0.5 * place, 1)} for place, token in enumerate(sampled)]
+    (output,) = scheduler.update_from_output(out, ModelRunnerOutput(["a"], {"a": 0}, [sampled], logprobs={"a": entries}))
+    assert (output.new_token_ids, output.logprobs) == ([EOS_TOKEN_ID], entries[:1])
 
 
 @pytest.mark.parametrize(("max_tokens", "num_guesses"), [(2, 0), (3, 1), (4, 2), (6, 4), (20, 4)])

@@ -37,7 +37,7 @@ def test_what_is_at_the_limits_runs_beside_a_mate(rig: door.Rig, fields: dict[st
     assert rig.check(SamplingParams(**fields), {})
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(fields=door.params_fields.filter(door.is_small), structured=door.structured_fields, options=door.request_options)
 @example(fields={"top_k": 2**63}, structured=None, options={})
 @example(fields={"temperature": 1e39, "allowed_token_ids": [5]}, structured=None, options={})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import random
 import re
@@ -14,6 +13,7 @@ import pytest
 
 from aioengine import AsyncEngine, RequestOutput, SamplingParams
 from aioengine.sampling_params import StructuredOutputsParams
+from tests.covering import every_pair
 from tests.tiny_tokenizer import byte_level_tokenizer
 
 SCHEMA: dict[str, Any] = {
@@ -125,7 +125,7 @@ def test_outputs_match(oracle: list[RequestOutput]) -> None:
     assert sum(output.finish_reason == "stop" for output in oracle) >= 6
 
 
-@pytest.mark.parametrize(("overlap", "pool", "chunk"), list(itertools.product([True, False], ["big", "tiny"], [None, 8])))
+@pytest.mark.parametrize(("overlap", "pool", "chunk"), every_pair([True, False], ["big", "tiny"], [None, 8]))
 async def test_every_schedule_gives_the_tokens_of_the_oracle(
     tiny_model: Path, oracle: list[RequestOutput], overlap: bool, pool: str, chunk: int | None
 ) -> None:

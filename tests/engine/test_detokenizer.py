@@ -98,6 +98,16 @@ def test_broken_bytes_of_a_byte_fallback_vocabulary_never_raise(token_ids: list[
     assert isinstance(text, str)
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.one_of(st.integers(0, 400), st.sampled_from([2**31, 2**32 - 1])), max_size=40))
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK])
+def test_ids_that_the_tokenizer_does_not_know_give_no_text_and_no_error(tokenizer: TextTokenizer, token_ids: list[int]) -> None:
+    """A model may have more rows than its tokenizer has tokens."""
+    assert all(isinstance(piece, str) for piece in pieces_of(tokenizer, token_ids))
+    unknown = [token_id for token_id in token_ids if token_id >= 400]
+    assert pieces_of(tokenizer, unknown) == [""] * (len(unknown) + 1)
+
+
 def test_long_runs_of_broken_bytes_neither_stall_nor_are_lost() -> None:
     token_ids = FAKE.encode("ab", add_special_tokens=False) + [0x80] * 500
     pieces = pieces_of(FAKE, token_ids)
@@ -105,7 +115,7 @@ def test_long_runs_of_broken_bytes_neither_stall_nor_are_lost() -> None:
     assert "".join(pieces[:250]).count("\ufffd") > 200
 
 
-@pytest.mark.parametrize("text", ["🚀🚀", "👩‍🚀 ok", "你好。世界", "e\u0301a", " leading", "the  two  spaces", "\n\n\ttabs"])
+@pytest.mark.parametrize("text", ["🚀🚀", "👩‍🚀 ok", "你好。世界", "e\u0301a", " leading", " \U00010000", "the  two  spaces", "\n\n\ttabs"])
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK, FAKE])
 def test_known_difficult_texts(tokenizer: TextTokenizer, text: str) -> None:
     token_ids = tokenizer.encode(text, add_special_tokens=False)

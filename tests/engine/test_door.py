@@ -32,7 +32,7 @@ def rig() -> Iterator[door.Rig]:
     assert rig.num_ran > 0
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(fields=door.params_fields.filter(door.is_small), structured=door.structured_fields, options=door.request_options)
 @example(fields={"top_k": 2**63}, structured=None, options={})
 @example(fields={"top_k": 2**31 - 1, "temperature": 1e6, "min_p": 5e-324, "top_p": 5e-324}, structured=None, options={})
@@ -50,7 +50,7 @@ def test_every_request_is_refused_or_harms_nobody(
         rig.check(params, options)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(name=st.sampled_from(door.PARAM_FIELDS), value=door.extremes)
 def test_every_field_by_itself_is_refused_by_its_name_or_accepted(name: str, value: Any) -> None:
     params = door.make_params({name: value}, None)
@@ -62,7 +62,7 @@ def test_every_field_by_itself_is_refused_by_its_name_or_accepted(name: str, val
         check_edit_widths(seeded)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(prompts=door.extremes, sampling_params=door.extremes)
 def test_a_batch_of_anything_is_refused_or_runs(rig: door.Rig, prompts: Any, sampling_params: Any) -> None:
     async def run() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any
@@ -331,7 +332,7 @@ async def test_a_failing_start_stops_what_it_started() -> None:
 async def test_shutdown_while_starting(wait_for: Callable[..., Awaitable[None]]) -> None:
     class Slow(FakeExecutor):
         def load_model(self) -> Any:
-            return self._thread.submit(self._released.wait)
+            return self._worker.submit(self._released.wait)
 
     executor = Slow()
     engine = AsyncEngine(executor=executor)
@@ -346,7 +347,7 @@ async def test_shutdown_while_starting(wait_for: Callable[..., Awaitable[None]])
 async def test_cancelled_start_stops_the_executor() -> None:
     class Slow(FakeExecutor):
         def load_model(self) -> Any:
-            return self._thread.submit(self._released.wait)
+            return self._worker.submit(self._released.wait)
 
     executor = Slow()
     starting = asyncio.create_task(AsyncEngine(executor=executor).start())
@@ -379,7 +380,7 @@ async def test_an_executor_without_facts_is_refused() -> None:
 
 
 def test_the_event_loop_may_end_around_the_engine() -> None:
-    """No shutdown(), as after an exception elsewhere: nothing hangs and nothing is logged as lost."""
+    """No shutdown(), as after an exception elsewhere: nothing hangs, a warning says what was forgotten, the worker is stopped."""
 
     async def main() -> None:
         engine = AsyncEngine(executor=executor)
@@ -387,8 +388,12 @@ def test_the_event_loop_may_end_around_the_engine() -> None:
         await anext(engine.generate([1, 2], ENDLESS))
 
     executor = FakeExecutor(forward_s=0.001)
-    asyncio.run(main())
-    executor.shutdown()
+    with pytest.warns(ResourceWarning, match=r"dropped without being shut down: use `async with AsyncEngine\(...\)`"):
+        asyncio.run(main())
+    deadline = time.monotonic() + 5
+    while not executor.is_shut_down and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert executor.is_shut_down
 
 
 @pytest.mark.skipif("sys.platform == 'win32'")

@@ -83,7 +83,7 @@ async def test_a_bad_request_is_refused_and_others_run_on(start_rig: Any, prompt
 
 
 async def test_a_request_that_can_never_fit_the_kv_cache_is_refused(start_rig: Any) -> None:
-    async with start_rig(FakeExecutor(num_blocks=9, block_size=4), max_num_seqs=4) as rig:  # 8 blocks, 32 tokens
+    async with start_rig(FakeExecutor(num_blocks=9, block_size=4), max_num_seqs=4, max_model_len=64) as rig:  # 8 blocks, 32 tokens
         with pytest.raises(InvalidRequestError, match="KV blocks"):
             await anext(rig.engine.generate([1] * 20, SamplingParams(max_tokens=14)))
         (exact,) = await rig.engine.generate_batch([[1] * 20], SamplingParams(temperature=0, max_tokens=13))
@@ -92,6 +92,35 @@ async def test_a_request_that_can_never_fit_the_kv_cache_is_refused(start_rig: A
         assert len(limited.token_ids) == 13, "max_tokens=None takes what there is"
         with pytest.raises(InvalidRequestError, match="KV blocks"):
             await anext(rig.engine.generate([1] * 40, SamplingParams(max_tokens=None)))
+        await rig.settle()
+
+
+@pytest.mark.parametrize("kind", ["token ids", "text"])
+async def test_a_prompt_of_every_length_around_the_limit(start_rig: Any, kind: str) -> None:
+    """One token is always generated, so the last one is taken up to max_model_len - 1; nothing above disturbs anybody."""
+    max_model_len = 32
+
+    def prompt(length: int) -> Any:
+        return [1] * length if kind == "token ids" else "x" * (length - 1)  # and <bos>
+
+    async with start_rig(max_model_len=max_model_len) as rig:
+        for length in (1, 2, 30, 31):
+            if kind == "text" and length == 1:
+                continue
+            for max_tokens in (1, 5, None):
+                params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+                (output,) = await rig.engine.generate_batch([prompt(length)], params)
+                room = max_model_len - length
+                assert len(output.prompt_token_ids) == length
+                assert (output.finish_reason, len(output.token_ids)) == ("length", min(room, max_tokens or room))
+        for length in (32, 33, 64):
+            with pytest.raises(InvalidRequestError, match=f"{length} tokens, but at most 31 fit: max_model_len is 32"):
+                await rig.engine.generate_batch([prompt(length)])
+        empties: tuple[Any, ...] = ("", [], ())
+        for empty in empties:
+            with pytest.raises(InvalidRequestError, match="the prompt is empty"):
+                await rig.engine.generate_batch([empty])
+        rig.engine.check_health()
         await rig.settle()
 
 

@@ -21,7 +21,7 @@ from aioengine.engine.output_collector import OutputCollector
 from aioengine.engine.output_processor import OutputProcessor
 from aioengine.outputs import CompletionOutput, EngineCoreOutput, FinishReason, Logprob, RequestOutput, TokenLogprobs
 from aioengine.sampling_params import RequestOutputKind, SamplingParams
-from aioengine.testing import EOS_TOKEN_ID, FakeExecutor, FakeTokenizer, scripted
+from aioengine.testing import EOS_TOKEN_ID, FakeExecutor, FakeTokenizer, make_model_info, scripted
 
 DELTA, CUMULATIVE, FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY
 TOKENIZER = FakeTokenizer()
@@ -86,7 +86,7 @@ async def play(script: Script, reads: Sequence[bool], **params: Any) -> list[Req
         processor.process_outputs([output])
         if collector.finished:
             break
-        if read and collector._is_ready:
+        if read and collector.is_ready:
             received.append(await collector.take())
     received.append(await collector.take())
     assert received[-1].finished
@@ -223,6 +223,55 @@ async def test_finish_reason_and_stop_reason_say_which_end_it_was(
         await rig.settle()
 
 
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("include", [True, False])
+@pytest.mark.parametrize("kind", [CUMULATIVE, DELTA])
+@pytest.mark.parametrize(
+    ("params", "shown", "with_stop", "num_tokens"),
+    [
+        ({}, "ab", "ab", 4),  # the model's own end
+        ({"stop_token_ids": (258,), "ignore_eos": True}, "ab", "ab", 3),
+        ({"stop": ("b",)}, "a", "ab", 2),
+    ],
+)
+async def test_what_ends_an_output_is_always_in_its_ids_and_in_its_text_only_as_a_string_that_was_asked_for(
+    start_rig: Any, params: dict[str, Any], shown: str, with_stop: str, num_tokens: int, kind: RequestOutputKind, include: bool, skip: bool
+) -> None:
+    """The end by a token id or a string, with and without include_stop_str_in_output and skip_special_tokens."""
+    script = [ord("a"), ord("b"), 258, EOS_TOKEN_ID]
+    async with start_rig(FakeExecutor(block_size=4, next_token=scripted(script))) as rig:
+        options = SamplingParams(
+            temperature=0, max_tokens=9, include_stop_str_in_output=include, skip_special_tokens=skip, output_kind=kind, **params
+        )
+        outputs = [output async for output in rig.engine.generate("x", options)]
+        text, token_ids = "".join(o.text_delta for o in outputs), outputs[-1].token_ids
+        if kind is DELTA:
+            token_ids = [token_id for output in outputs for token_id in output.token_ids]
+        expected = with_stop if include else shown
+        if not skip and num_tokens == 4:
+            expected += "<|user|>"  # a special token that ends nothing
+        assert (text, token_ids, outputs[-1].finish_reason) == (expected, script[:num_tokens], "stop")
+
+
+@pytest.mark.parametrize("min_tokens", [0, 1, 3, 5])
+@pytest.mark.parametrize("end", [EOS_TOKEN_ID, 200])
+async def test_each_of_several_end_tokens_is_ignored_or_masked_or_ends(start_rig: Any, end: int, min_tokens: int) -> None:
+    info = dataclasses.replace(make_model_info(), eos_token_ids=frozenset({EOS_TOKEN_ID, 200}))
+    executor = FakeExecutor(block_size=4, next_token=lambda known, num_prompt_tokens, params: end, model_info=info)
+    async with start_rig(executor, model_info=info) as rig:
+        (output,) = await rig.engine.generate_batch([[1]], SamplingParams(temperature=0, max_tokens=9, min_tokens=min_tokens))
+        assert (output.finish_reason, len(output.token_ids), output.token_ids[-1]) == ("stop", min_tokens + 1, end)
+        assert not {EOS_TOKEN_ID, 200} & set(output.token_ids[:-1])
+        (output,) = await rig.engine.generate_batch([[1]], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
+        assert (output.finish_reason, output.token_ids) == ("length", [end] * 9)
+        # A stop string counts from the token behind min_tokens on.
+        executor = rig.executor
+        executor._next_token = scripted("ababababab")
+        params = SamplingParams(temperature=0, max_tokens=9, min_tokens=min_tokens, stop=("b",))
+        (output,) = await rig.engine.generate_batch([[1]], params)
+        assert (output.finish_reason, len(output.token_ids)) == ("stop", (min_tokens // 2 + 1) * 2)
+
+
 async def test_an_abort_is_told_as_such_with_everything_that_was_kept_back(start_rig: Any) -> None:
     async with start_rig(FakeExecutor(block_size=4, next_token=scripted(b"ab\xe2\x82", then=0x82)), max_num_seqs=1) as rig:
         params = SamplingParams(temperature=0, max_tokens=4, stop=("b\ufffdz",), output_kind=DELTA)
@@ -315,3 +364,21 @@ def cost_of_outputs(kind: RequestOutputKind, *, history: int) -> float:
 def test_a_token_costs_the_same_after_a_hundred_thousand_others(kind: RequestOutputKind) -> None:
     """Copying what there is would take half a millisecond."""
     assert cost_of_outputs(kind, history=100_000) < 3 * cost_of_outputs(kind, history=10) + 20e-6
+
+
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+@pytest.mark.parametrize("n", [1, 2])
+async def test_what_is_taken_after_the_end_is_the_end_again(kind: RequestOutputKind, n: int) -> None:
+    """It does not wait for an output that cannot come."""
+    collector = OutputCollector("r", [1], prompt=None, queued_time=0.0, with_logprobs=False, output_kind=kind, num_completions=n)
+    for index in range(n):
+        collector.push(index, "a", [7])
+        collector.finish(index, "length", now=1.0)
+    first = await asyncio.wait_for(collector.take(), 5)
+    assert (first.text, first.finished) == ("a", True)
+    for _ in range(3):
+        again = await asyncio.wait_for(collector.take(), 5)
+        assert again.finished
+        assert [completion.finish_reason for completion in again.outputs] == ["length"] * n
+        is_delta = kind is RequestOutputKind.DELTA
+        assert (again.text, again.token_ids, again.text_delta) == (("", [], "") if is_delta else ("a", [7], ""))

@@ -58,6 +58,19 @@ async def test_a_step_with_nothing_to_run_says_so(rig: Any) -> None:
     rig.engine.resume()
 
 
+async def test_resuming_answers_whoever_waits_for_a_step_that_was_not_scheduled_yet(start_rig: Any) -> None:
+    """At once, and not when the engine has nothing to do, which may be never."""
+    async with start_rig(FakeExecutor(num_blocks=400, block_size=4, forward_s=0.002)) as rig:
+        async with rig.engine.generate([1, 2], SamplingParams(max_tokens=1000, ignore_eos=True)) as stream:
+            await anext(stream)
+            rig.engine.pause()
+            steps = [asyncio.create_task(rig.engine.step()) for _ in range(2)]
+            asyncio.get_running_loop().call_soon(rig.engine.resume)  # after both step(), before the loop's task has its turn
+            assert await asyncio.wait_for(asyncio.gather(*steps), 1) == [None, None]
+            assert rig.engine.num_unfinished_reqs == 1
+        await rig.settle()
+
+
 async def test_requests_can_be_aborted_while_paused(rig: Any, wait_for: Callable[..., Any]) -> None:
     rig.engine.pause()
     stream = rig.engine.generate([1] * 9, PARAMS, request_id="a")

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from aioengine import InvalidRequestError, SamplingParams
+from aioengine.engine.detokenizer import Detokenizer
+from aioengine.engine.output_collector import OutputCollector
 from aioengine.events.step_event import StepEvent, StepResultEvent
 from aioengine.testing import FakeExecutor, FakeTokenizer
 
@@ -123,4 +125,93 @@ async def test_output_that_the_tokenizer_cannot_decode(start_rig: Any) -> None:
         assert bad.finish_reason == "error"
         assert "ValueError: cannot decode this" in str(bad.outputs[0].stop_reason)
         assert (good.finish_reason, good.text) == ("length", "a" * 12)
+        await rig.settle()
+
+
+class Panic(BaseException):
+    """As pyo3's PanicException, which is no Exception."""
+
+
+ERRORS = [ValueError, MemoryError, RecursionError, OverflowError, Panic]
+
+# Everything that is called for one request's output, by what it belongs to.
+STEPS: dict[str, tuple[type, str]] = {
+    "its token is decoded": (Detokenizer, "push"),
+    "its text is taken": (Detokenizer, "take"),
+    "its text is ended": (Detokenizer, "finish"),
+    "its output is collected": (OutputCollector, "push"),
+    "its first token is noted": (OutputCollector, "note_first_token"),
+    "its cached tokens are noted": (OutputCollector, "note_cached_tokens"),
+    "its prompt's logprobs are collected": (OutputCollector, "push_prompt_logprobs"),
+}
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("step", STEPS)
+async def test_whatever_fails_while_an_output_is_processed_ends_that_request_alone(
+    start_rig: Any, monkeypatch: pytest.MonkeyPatch, step: str, error: type[BaseException], n: int
+) -> None:
+    cls, name = STEPS[step]
+    original = getattr(cls, name)
+    fails: set[int] = set()
+
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        if id(self) in fails:
+            raise error("no")
+        return original(self, *args, **options)
+
+    async with start_rig() as rig:
+        expected = await last_output(rig.engine, [6, 6], "good")
+        monkeypatch.setattr(cls, name, call)
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, n=n, prompt_logprobs=1, logprobs=1, stop=("zz",))
+        good = asyncio.create_task(last_output(rig.engine, [6, 6], "good"))
+        bad = asyncio.create_task(last_output(rig.engine, [5, 5], "bad", params))
+        await asyncio.sleep(0)
+        output = rig.engine._output
+        (stream,) = (stream for stream in output._streams.values() if stream.user_id == "bad")
+        fails.update((id(stream.collector), id(output._live[next(iter(stream.live_ids))].detokenizer)))
+        bad_output = await bad
+        if step != "its text is ended" or n == 1:  # the other continuation may have ended before
+            assert [completion.finish_reason for completion in bad_output.outputs] == ["error"] * n
+        assert f"{error.__name__}: no" in bad_output.outputs[0].error
+        assert (await good).token_ids == expected.token_ids
+        fails.clear()
+        assert (await last_output(rig.engine, [5, 5], "bad")).finish_reason == "length"
+        rig.engine.check_health()
+        await rig.settle()
+
+
+@pytest.mark.parametrize("error", ERRORS)
+async def test_a_prompt_that_cannot_be_decoded_is_refused_and_leaves_nothing(start_rig: Any, error: type[BaseException]) -> None:
+    class Fails(FakeTokenizer):
+        def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+            if 5 in token_ids:
+                raise error("no")
+            return super().decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    async with start_rig(tokenizer=Fails()) as rig:
+        for _ in range(2):  # the name stays free
+            with pytest.raises(InvalidRequestError, match=f"cannot decode the end of the prompt: {error.__name__}: no"):
+                await last_output(rig.engine, [5], "a")
+        with pytest.raises(InvalidRequestError, match="prompt 1: the tokenizer cannot decode"):
+            await rig.engine.generate_batch([[6], [5]])
+        await rig.settle()
+        assert (await last_output(rig.engine, [6], "a")).finish_reason == "length"
+
+
+@pytest.mark.parametrize("error", ERRORS)
+async def test_an_abort_ends_a_request_also_if_its_text_cannot_be_ended(
+    start_rig: Any, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    def fail(self: Any) -> None:
+        raise error("no")
+
+    async with start_rig(FakeExecutor(num_blocks=400, block_size=4, forward_s=0.001)) as rig:
+        stream = rig.engine.generate([5], SamplingParams(max_tokens=300, ignore_eos=True), request_id="a")
+        await anext(stream)
+        monkeypatch.setattr(Detokenizer, "finish", fail)
+        assert rig.engine.abort("a")
+        assert (await anext(stream)).finish_reason == "abort"
+        rig.engine.check_health()
         await rig.settle()

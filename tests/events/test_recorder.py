@@ -21,9 +21,9 @@ from aioengine import AsyncEngine
 from aioengine.core.scheduler_output import SchedulerStats
 from aioengine.errors import ConfigError
 from aioengine.events.bus import StepBus
-from aioengine.events.recorder import StepRecorder
-from aioengine.events.recording_file import RecordingFile
-from aioengine.events.replay import read_recording
+from aioengine.events.recording.locked_file import RecordingFile
+from aioengine.events.recording.reader import read_recording
+from aioengine.events.recording.writer import StepRecorder
 from aioengine.events.step_event import EngineSnapshot
 from aioengine.events.wire import WireError, WireHeader
 from aioengine.testing import FakeExecutor, FakeTokenizer
@@ -185,7 +185,7 @@ async def test_a_second_engine_is_refused_the_recording_of_the_first_by_whatever
 def test_another_process_is_refused_too_and_a_child_does_not_keep_the_lock(path: Path, header: WireHeader) -> None:
     script = f"""
 from aioengine.errors import ConfigError
-from aioengine.events.recording_file import RecordingFile
+from aioengine.events.recording.locked_file import RecordingFile
 try:
     RecordingFile({str(path)!r}).close()
 except ConfigError as exc:

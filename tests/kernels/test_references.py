@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,16 @@ from hypothesis import strategies as st
 
 from aioengine_kernels.activation import gelu_mul, silu_mul
 from aioengine_kernels.batch_inputs import BatchInputs, RequestTables, StepRows, batch_inputs
-from aioengine_kernels.flash_decoding import MAX_SEGMENTS, MIN_SEGMENT_TOKENS, TARGET_PROGRAMS, choose_num_segments
-from aioengine_kernels.gumbel import gumbel_argmax, gumbel_noise_ref
+from aioengine_kernels.draw_tokens import draw_tokens
+from aioengine_kernels.flash_decoding import (
+    MAX_SEGMENTS,
+    MIN_SEGMENT_TOKENS,
+    TARGET_PROGRAMS,
+    DecodeSplit,
+    choose_num_segments,
+    choose_segment_len,
+    max_num_segments,
+)
 from aioengine_kernels.logprobs import token_logprobs
 from aioengine_kernels.paged_attention import paged_attention, plan_attention
 from aioengine_kernels.penalties import apply_penalties
@@ -62,41 +71,78 @@ def test_the_package_imports_neither_torch_nor_triton() -> None:
     assert result.stdout.strip() == "[]"
 
 
-@given(
-    num_reqs=st.integers(1, 1024),
-    num_kv_heads=st.integers(1, 32),
-    max_seq_len=st.integers(1, 200_000),
-)
-def test_segments_fill_the_device_and_stay_long(num_reqs: int, num_kv_heads: int, max_seq_len: int) -> None:
-    segments = choose_num_segments(num_query_blocks=num_reqs, num_kv_heads=num_kv_heads, max_seq_len=max_seq_len)
-    assert segments in {1, 2, 4, 8, 16, 32}
-    assert segments <= MAX_SEGMENTS
+LENGTHS = st.lists(st.one_of(st.integers(0, 300), st.integers(0, 200_000)), min_size=1, max_size=300)
+
+
+@given(lengths=LENGTHS, num_kv_heads=st.integers(1, 32))
+def test_decodes_are_cut_evenly_and_every_segment_has_a_number_of_its_own(lengths: list[int], num_kv_heads: int) -> None:
+    split = DecodeSplit.of_lengths(lengths, num_kv_heads=num_kv_heads, device=torch.device("cpu"))
+    segment_len, starts = int(split.segment_len), split.kv_start_loc.tolist()
+    counts = [max(-(-length // segment_len), 1) for length in lengths]
+    firsts = [start // segment_len + i for i, start in enumerate(starts)]
+    for count, first, following in zip(counts, firsts, firsts[1:], strict=False):
+        assert first + count <= following
+    assert firsts[-1] == split.num_segments <= max_num_segments(num_reqs=len(lengths), num_kv_heads=num_kv_heads)
+    assert max(counts) <= MAX_SEGMENTS
+    assert split.is_split == (max(counts) > 1)
+    # No program walks further than an even share of all positions, or the least, or the longest in the most segments.
+    share = max(-(-sum(lengths) * num_kv_heads // TARGET_PROGRAMS), MIN_SEGMENT_TOKENS, -(-max(lengths) // MAX_SEGMENTS))
+    assert share <= segment_len < share + 32 + num_kv_heads
+
+
+def longest_walk(lengths: list[int], num_kv_heads: int) -> tuple[int, int]:
+    """The positions of the longest segment, and how many segments the longest sequence has."""
+    split = DecodeSplit.of_lengths(lengths, num_kv_heads=num_kv_heads, device=torch.device("cpu"))
+    count = -(-max(lengths) // int(split.segment_len))
+    return -(-max(lengths) // count), count
+
+
+def test_one_long_request_among_many_does_not_walk_alone() -> None:
+    """From 34 requests x 8 KV heads on there are programs enough without a split: it was the longest that waited."""
+    assert longest_walk([131072] + [1024] * 33, 8) == (4855, 27)
+    assert longest_walk([131072] + [1024] * 255, 8)[1] >= 10
+    assert longest_walk([131072], 8) == (4096, 32)
+    assert longest_walk([8192], 8) == (256, 32)
+    assert longest_walk([1024] * 256, 8)[1] == 1, "equal ones fill the device as they are"
+    assert longest_walk([256], 1)[1] == 1
+
+
+@given(num_reqs=st.integers(1, 512), num_kv_heads=st.integers(1, 32), max_seq_len=st.integers(1, 200_000))
+def test_a_split_by_bounds_holds_for_any_lengths(num_reqs: int, num_kv_heads: int, max_seq_len: int) -> None:
+    """A captured graph has the grid of the bounds, whatever the lengths are when it runs."""
+    lengths = torch.randint(0, max_seq_len + 1, (num_reqs,), dtype=torch.int32)
+    split = DecodeSplit.of_bounds(lengths, max_seq_len=max_seq_len, num_kv_heads=num_kv_heads)
+    segment_len = int(split.segment_len)
+    assert int(split.kv_start_loc[-1]) // segment_len + num_reqs <= split.num_segments
+    assert split.is_split or int(lengths.max()) <= segment_len
+
+
+@given(num_blocks=st.integers(1, 1024), num_kv_heads=st.integers(1, 32), max_seq_len=st.integers(1, 200_000))
+def test_chunks_are_cut_until_the_device_is_full(num_blocks: int, num_kv_heads: int, max_seq_len: int) -> None:
+    segments = choose_num_segments(num_query_blocks=num_blocks, num_kv_heads=num_kv_heads, max_seq_len=max_seq_len)
+    assert 1 <= segments <= MAX_SEGMENTS
     if segments > 1:
-        assert num_reqs * num_kv_heads * segments <= TARGET_PROGRAMS
+        assert num_blocks * num_kv_heads * segments <= TARGET_PROGRAMS
         assert max_seq_len // segments >= MIN_SEGMENT_TOKENS
 
 
 @given(
     group=st.integers(1, 64),
     num_kv_heads=st.integers(1, 8),
-    head_dim=st.integers(16, 128).map(lambda half: 2 * half),
+    head_dim=st.integers(8, 128).map(lambda half: 2 * half),
     num_reqs=st.integers(1, 64),
     query_len=st.integers(1, 600),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
 )
-def test_a_plan_covers_every_query_row(group: int, num_kv_heads: int, head_dim: int, num_reqs: int, query_len: int) -> None:
-    plan = plan_attention(
-        num_reqs=num_reqs,
-        max_query_len=query_len,
-        max_seq_len=8192,
-        num_heads=group * num_kv_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-    )
-    assert plan.block_q >= 1
-    assert plan.block_q * group <= plan.block_m
-    if plan.num_segments > 1:
-        assert query_len <= plan.block_q
-    # The launch has as many query blocks as all requests need, wherever their rows begin.
+def test_a_plan_covers_every_query_row(
+    group: int, num_kv_heads: int, head_dim: int, num_reqs: int, query_len: int, dtype: torch.dtype
+) -> None:
+    shape = {"num_heads": group * num_kv_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "dtype": dtype}
+    for plan in (plan_attention(decode=True, **shape), plan_attention(decode=False, **shape)):
+        assert plan.block_q >= 1
+        assert plan.block_q * group <= plan.block_m
+        assert plan.precision == ("tf32x3" if dtype == torch.float32 else "ieee"), "float32 takes tensor cores, too"
+    # The launch of chunks has as many query blocks as all requests need, wherever their rows begin.
     starts = range(0, num_reqs * query_len, query_len)
     first_blocks = [start // plan.block_q + i for i, start in enumerate(starts)]
     needed = -(-query_len // plan.block_q)
@@ -105,17 +151,33 @@ def test_a_plan_covers_every_query_row(group: int, num_kv_heads: int, head_dim: 
 
 
 def test_the_launch_numbers_in_the_docstrings() -> None:
-    def segments(num_reqs: int, max_seq_len: int) -> int:
-        return choose_num_segments(num_query_blocks=num_reqs, num_kv_heads=8, max_seq_len=max_seq_len)
+    assert choose_segment_len(num_positions=8192, longest=8192, num_kv_heads=8) == 256
+    assert choose_segment_len(num_positions=131072 + 33 * 1024, longest=131072, num_kv_heads=8) == 5024
+    assert choose_segment_len(num_positions=256 * 1024, longest=1024, num_kv_heads=8) == 7968
+    assert choose_num_segments(num_query_blocks=65, num_kv_heads=8, max_seq_len=8192) == 1
+    assert choose_num_segments(num_query_blocks=2, num_kv_heads=8, max_seq_len=32768) == 16
 
-    assert [segments(n, 8192) for n in (1, 4, 16, 32)] == [32, 8, 2, 1]
-    assert [segments(1, n) for n in (512, 511, 256)] == [2, 1, 1]
-    shape = {"max_seq_len": 8192, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
-    programs = []
-    for num_reqs, query_len in ((1, 1), (256, 1), (1, 2048)):
-        plan = plan_attention(num_reqs=num_reqs, max_query_len=query_len, **shape)
-        programs.append((num_reqs * query_len // plan.block_q + num_reqs) * 8 * plan.num_segments)
-    assert programs == [256, 2560, 520]
+
+def _kernel_loops() -> list[tuple[str, ast.While | ast.For]]:
+    loops: list[tuple[str, ast.While | ast.For]] = []
+    for path in sorted((KERNELS / "aioengine_kernels").glob("*.py")):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef) and any(isinstance(d, ast.Name) and d.id == "jit" for d in function.decorator_list):
+                loops += [(f"{path.name}: {function.name}", node) for node in ast.walk(function) if isinstance(node, ast.While | ast.For)]
+    return loops
+
+
+def test_every_loop_in_a_kernel_is_bounded_whatever_the_data() -> None:
+    """A loop that ends when a value says so does not end where that value is NaN: a GPU then hangs for all. So passes are counted."""
+    loops = _kernel_loops()
+    assert len(loops) > 5
+    for name, loop in loops:
+        if isinstance(loop, ast.For):
+            assert isinstance(loop.iter, ast.Call), name
+            assert ast.unparse(loop.iter.func) in ("tl.range", "range", "tl.static_range"), name
+        else:
+            bounds = [node.id for node in ast.walk(loop.test) if isinstance(node, ast.Name) and node.id.startswith("_MAX_")]
+            assert bounds, f"{name}: `while {ast.unparse(loop.test)}` has no bound of its own"
 
 
 def test_attention_through_the_cache_is_attention() -> None:
@@ -161,6 +223,8 @@ def test_batch_inputs_of_the_seed_example() -> None:
         query_start_loc=int32(0, 2, 7, 10),
         num_computed_tokens=int32(3, 0, 6),
         num_table_tokens=int32(20, 20, 8),
+        kv_start_loc=int32(0, 0, 0, 9),
+        segment_len=int32(256),
     )
     out = BatchInputs(
         input_ids=torch.empty(12, dtype=torch.int64),
@@ -169,6 +233,8 @@ def test_batch_inputs_of_the_seed_example() -> None:
         seq_lens=torch.empty(4, dtype=torch.int32),
         logits_indices=torch.empty(4, dtype=torch.int64),
         block_table=torch.full((4, 5), -1, dtype=torch.int32),
+        kv_start_loc=torch.empty(5, dtype=torch.int32),
+        segment_len=torch.empty(1, dtype=torch.int32),
     )
     batch_inputs(tables, rows, out, block_size=4, max_query_len=5)
     assert out.input_ids.tolist() == [43, 44, 0, 1, 2, 3, 4, 26, 27, 500, 0, 0]
@@ -176,6 +242,8 @@ def test_batch_inputs_of_the_seed_example() -> None:
     assert out.slot_mapping.tolist() == [79, 72, 36, 37, 38, 39, 32, 14, 15, 8, -1, -1]
     assert out.seq_lens.tolist() == [5, 5, 9, 0]
     assert out.logits_indices.tolist() == [1, 6, 9, 0]
+    assert out.kv_start_loc.tolist() == [0, 0, 0, 9, 9]
+    assert out.segment_len.tolist() == [256]
     assert out.block_table.tolist() == [[19, 18, -1, -1, -1], [9, 8, -1, -1, -1], [4, 3, 2, -1, -1], [-1] * 5]
     assert tables.token_table[1, 8] == 500
 
@@ -221,25 +289,11 @@ def test_filters_keep_the_smallest_sufficient_set(seed: int, temperature: float,
     assert int(kept.sum()) == min(enough, count)
 
 
-def test_philox_noise_is_that_of_the_published_generator() -> None:
-    """Random123's known answers for Philox4x32-10: counter and key 0, and all ones (Salmon et al., 2011)."""
-    from aioengine_kernels.gumbel import _philox_quads
-
-    assert _philox_quads(0, 0, 1)[0].tolist() == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
-
-
-def test_gumbel_noise_has_the_moments_of_a_gumbel() -> None:
-    noise = torch.cat([gumbel_noise_ref(1234, index, 50_000) for index in range(4)])
-    assert abs(noise.mean().item() - 0.5772157) < 0.015
-    assert abs(noise.var().item() - torch.pi**2 / 6) < 0.03
-    assert noise.isfinite().all()
-
-
 def test_draws_follow_the_softmax() -> None:
     """2000 successive tokens of one seed; 4 standard deviations of the widest bin."""
     draws, temperature = 2000, 0.8
     row = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5, float("-inf"), -2.0, 1.5])
-    tokens = gumbel_argmax(
+    tokens = draw_tokens(
         row.repeat(draws, 1),
         temperature=torch.full((draws,), temperature),
         seeds=torch.full((draws,), 42),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from aioengine.errors import ModelError
-from aioengine.models.files import read_model_info
+from aioengine.config import EngineConfig
+from aioengine.errors import ConfigError, ModelError
+from aioengine.models.info import read_model_info
 from tests.models.support import assert_same, cases, load_ours, load_reference, logits_of, random_model, reference_logits, save, some_tokens
 
 
@@ -110,13 +112,15 @@ def test_truncated_safetensors_is_a_model_error(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, r"'GPT2LMHeadModel' is not supported; supported: .*LlamaForCausalLM"),
-        ({"architectures": None}, "names no architecture"),
+        ({"architectures": None, "model_type": None}, "names no architecture"),
+        ({"architectures": None, "model_type": "phi3"}, "model_type 'phi3' is not supported; supported: llama, mistral, qwen2, qwen3"),
         ({"hidden_size": None}, "hidden_size must be a positive integer, got None"),
         ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "'longrope' is not supported"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "needs a number 'factor'"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
         ({"eos_token_id": "</s>"}, "eos_token_id must be a token id or a list"),
+        ({"bos_token_id": [True]}, "bos_token_id must be a token id or a list"),
     ],
 )
 def test_unusable_config_is_named(changes: dict[str, object], message: str, tmp_path: Path) -> None:
@@ -128,11 +132,38 @@ def test_unusable_config_is_named(changes: dict[str, object], message: str, tmp_
         read_model_info(files)
 
 
-def test_generation_config_states_several_eos_ids(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("rope", "expected"),
+    [
+        ({"rope_type": "linear", "factor": 2.5}, 320),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
+        ({"rope_type": "yarn", "factor": 2.0}, 256),
+        ({"rope_type": "linear", "factor": 0.5}, 128),
+        ({"rope_type": "dynamic", "factor": 4.0}, 128),  # its angles would change under the keys that are stored
+        ({"rope_type": "default"}, 128),
+    ],
+)
+def test_scaled_positions_reach_as_far_as_the_factor_says(rope: dict[str, Any], expected: int, tmp_path: Path) -> None:
     files = save(random_model(cases()["llama"]), tmp_path)
-    assert read_model_info(files).eos_token_ids == {2}
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 9]}')
-    assert read_model_info(files).eos_token_ids == {5, 9}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "rope_scaling": rope}))
+    info = read_model_info(files)
+    assert info.max_position_embeddings == expected
+    machine: dict[str, Any] = {"cuda_available": False, "free_memory_bytes": 1 << 40}
+    assert EngineConfig(max_model_len=expected).resolve(info, **machine).scheduler.max_model_len == expected
+    with pytest.raises(ConfigError, match=f"exceeds the {expected} positions"):
+        EngineConfig(max_model_len=expected + 1).resolve(info, **machine)
+    tokens = some_tokens(expected)
+    assert_same(logits_of(load_ours(files), tokens), reference_logits(load_reference(tmp_path), tokens))
+
+
+def test_a_scaling_beyond_the_rotary_table_ends_where_the_table_ends(tmp_path: Path) -> None:
+    files = save(random_model(cases()["llama"]), tmp_path)
+    path = tmp_path / "config.json"
+    rope = {"rope_type": "linear", "factor": 1e9}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "rope_scaling": rope}))
+    assert read_model_info(files).max_position_embeddings == (1 << 28) // 16
 
 
 def test_qwen_windows_on_some_layers_only_are_refused(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from gguf.quants import dequantize
 from aioengine.attention.base import AttentionBatch, AttentionConfig
 from aioengine.attention.cpu_paged import CpuPagedBackend
 from aioengine.attention.torch_paged import TorchPagedBackend
+from aioengine.checkpoint.stored_tensor import PackedRows
 from aioengine.errors import ModelError
 from aioengine.layers.rope import RopeConfig
-from aioengine.layers.weight_format import PackedRows
 from aioengine.models.base import CausalLM
 from aioengine.models.config import DecoderConfig
 from aioengine.models.decoder import DecoderForCausalLM

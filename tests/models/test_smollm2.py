@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aioengine.models.files import ModelFiles, read_model_info
-from aioengine.models.hub import resolve_model
-from aioengine.models.tokenizer import Tokenizer, load_tokenizer
+from aioengine.checkpoint.files import ModelFiles
+from aioengine.checkpoint.tokenizer import Tokenizer, load_tokenizer
+from aioengine.models.info import read_model_info, resolve_model
 from tests.models.support import load_ours, logits_of, reference_from_gguf, reference_logits
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
@@ -35,7 +35,7 @@ def test_facts(files: ModelFiles, tokenizer: Tokenizer) -> None:
     info = read_model_info(files)
     assert (info.num_layers, info.num_heads, info.num_kv_heads, info.head_dim) == (30, 9, 3, 64)
     assert info.max_position_embeddings == 8192
-    assert info.eos_token_ids == {2}
+    assert info.eos_token_ids == {0, 2, 4}  # as llama.cpp: <|endoftext|>, <|im_end|>, <reponame>
     assert tokenizer.vocab_size == info.vocab_size == 49152
 
 

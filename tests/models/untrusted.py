@@ -22,11 +22,12 @@ from hypothesis import HealthCheck, settings
 from aioengine.attention.base import AttentionBackend, AttentionConfig
 from aioengine.attention.cpu_paged import CpuPagedBackend
 from aioengine.attention.torch_paged import TorchPagedBackend
+from aioengine.checkpoint.files import ModelFiles
+from aioengine.checkpoint.safetensors import find_safetensors
 from aioengine.errors import ModelError
 from aioengine.models.base import CausalLM
-from aioengine.models.files import ModelFiles, read_model_info
+from aioengine.models.info import read_model_info
 from aioengine.models.loader import load_model
-from aioengine.models.safetensors import find_safetensors
 from aioengine_kernels.cpu import status as native_status
 
 Weights = Literal["dense", "exact", "fast"]

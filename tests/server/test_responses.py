@@ -127,6 +127,13 @@ async def test_a_conversation_goes_on_from_what_is_stored(serve: Any) -> None:
         assert [item["content"] for item in items["data"]] == ["two"]
 
 
+async def test_instructions_come_before_everything_and_there_is_one_system_message(served: Any) -> None:
+    items = [{"role": "developer", "content": "b"}, {"role": "user", "content": "c"}]
+    messages = [{"role": "system", "content": "a\n\nb"}, {"role": "user", "content": "c"}]
+    response = await ask(served, items, instructions="a")
+    assert response["usage"]["input_tokens"] == (await served.post("/tokenize", {"messages": messages}))["count"]
+
+
 async def test_results_of_calls_are_items(served: Any) -> None:
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "weather?"}]},

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from aioengine.errors import ConfigError
+from aioengine.server import ServerSettings
 from aioengine.server.prompts import adapt
 from aioengine.server.tool_calls import CallArguments, CallStart, TextPiece
 from aioengine.server.tool_formats import HERMES, LLAMA3, MISTRAL, FormattedCalls, ToolFormat, detect_format
@@ -312,3 +314,26 @@ def test_mistral_gets_ids_of_nine_characters() -> None:
     messages, _ = adapt(history, [], MISTRAL)
     assert len(messages[1]["tool_call_id"]) == 9
     assert messages[0]["tool_calls"][0]["id"] == messages[1]["tool_call_id"]
+
+
+async def test_marks_that_are_special_tokens_are_seen_and_the_end_of_the_answer_is_not(serve: Any) -> None:
+    """Mistral's and Llama's marks are special tokens, which are left out of texts otherwise."""
+    tokenizer = Templated(tools_as="[AVAILABLE_TOOLS]", calls_as="[TOOL_CALLS]")
+    async with serve(scripted('[TOOL_CALLS][{"name": "get_time", "arguments": {}}]'), tokenizer=tokenizer) as served:
+        choice = (await served.chat(tools=[TIME], max_tokens=200))["choices"][0]
+        assert choice["finish_reason"] == "tool_calls"
+        (call,) = choice["message"]["tool_calls"]
+        assert len(call["id"]) == 9
+    async with serve(scripted("Just words."), tokenizer=tokenizer) as served:
+        choice = (await served.chat(tools=[TIME], max_tokens=200))["choices"][0]
+        assert choice["message"]["content"] == "Just words."
+        assert "<eos>" not in str(await served.chunks(tools=[TIME], max_tokens=200))
+
+
+async def test_the_parser_can_be_named(serve: Any) -> None:
+    settings = ServerSettings(tool_call_parser="llama3_json")
+    async with serve(scripted('{"name": "get_time", "parameters": {}}'), settings=settings) as served:
+        choice = (await served.chat(tools=[TIME], max_tokens=200))["choices"][0]
+        assert choice["message"]["tool_calls"][0]["function"] == {"name": "get_time", "arguments": "{}"}
+    with pytest.raises(ConfigError, match="hermes"):
+        ServerSettings(tool_call_parser="other")

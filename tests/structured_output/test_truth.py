@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from aioengine.models.hub import resolve_model
-from aioengine.models.tokenizer import Tokenizer, load_tokenizer
+from aioengine.checkpoint.tokenizer import Tokenizer, load_tokenizer
+from aioengine.models.info import resolve_model
 from aioengine.sampling_params import SamplingParams, StructuredOutputsParams
 from aioengine.structured_output.manager import StructuredOutputManager
 from aioengine.structured_output.matcher import CompiledGrammar

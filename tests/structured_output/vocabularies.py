@@ -7,7 +7,7 @@ import random
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers
 
-from aioengine.models.tokenizer import Tokenizer
+from aioengine.checkpoint.tokenizer import Tokenizer
 from aioengine.sampling_params import SamplingParams
 from aioengine.structured_output.matcher import CompiledGrammar
 from tests.tiny_tokenizer import byte_level_tokenizer

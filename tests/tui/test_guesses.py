@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from aioengine import AsyncEngine, SamplingParams
 from aioengine.testing import FakeExecutor, FakeTokenizer, scripted
+from aioengine_tui.model.state import DashboardState
 from aioengine_tui.screens.overview import overview_lines
 from aioengine_tui.screens.step import frame_lines
-from aioengine_tui.state import DashboardState
 from aioengine_tui.widgets.text import line_text, percent
 
 

@@ -19,10 +19,10 @@ from aioengine.core.scheduler_output import CachedRequestData, NewRequestData, S
 from aioengine.executor.base import GrammarOutput
 from aioengine.outputs import ModelRunnerOutput
 from aioengine.sampling_params import SamplingParams
-from aioengine.worker.async_output import AsyncOutput
 from aioengine.worker.cuda_graphs import CapturedGraph
 from aioengine.worker.device import CpuDevice, InterpreterDevice
 from aioengine.worker.model_runner import ModelRunner
+from aioengine.worker.pipeline.async_output import AsyncOutput
 
 VOCAB_SIZE = 61
 EOS = 7

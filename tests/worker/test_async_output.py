@@ -16,7 +16,7 @@ from aioengine.errors import EngineDeadError
 from aioengine.executor.base import GrammarOutput
 from aioengine.executor.uniproc import UniProcExecutor
 from aioengine.outputs import ModelRunnerOutput
-from aioengine.worker.async_output import AsyncOutput, OutputThread
+from aioengine.worker.pipeline.async_output import AsyncOutput, OutputThread
 
 INFO = ModelInfo("tiny", "nowhere", "TinyModel", 10, 64, 1, 1, 1, 8, "float32", frozenset())
 CONFIG = EngineConfig(device="cpu").resolve(INFO, cuda_available=False, free_memory_bytes=1 << 30)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from aioengine.config import GIB, CacheConfig
-from aioengine.worker.device import CudaDevice
-from aioengine.worker.transfers import CudaTransfers
+from aioengine.attention.registry import select_attention_backend
+from aioengine.config import GIB, CacheConfig, EngineConfig, ModelInfo, ResolvedConfig, WorkerConfig
+from aioengine.errors import ConfigError
+from aioengine.worker.device import CudaDevice, create_device
+from aioengine.worker.memory_profile import Reservation
+from aioengine.worker.pipeline.transfers import CudaTransfers
+from aioengine.worker.worker import _attention_config
 
 CUDA = torch.device("cuda", 0)
 
@@ -140,11 +145,91 @@ def test_the_cache_gets_what_the_readings_leave(monkeypatch: pytest.MonkeyPatch)
         "empty_cache": lambda: None,
         "reset_peak_memory_stats": lambda device: log.append("reset"),
         "mem_get_info": lambda device: (120 * GIB, 140 * GIB),
+        "memory_allocated": lambda device: 16 * GIB,
         "max_memory_allocated": lambda device: 18 * GIB,
         "memory_reserved": lambda device: 19 * GIB,
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     cache = CacheConfig(block_size=16, gpu_memory_utilization=0.5)
-    assert CudaDevice().kv_cache_memory_bytes(cache, run_largest_step=lambda: log.append("run")) == (70 - 18 - 1) * GIB
+    reserved = Reservation(tables=GIB, activation_share=0.5)
+    left = CudaDevice().kv_cache_memory_bytes(cache, run_largest_step=lambda: log.append("run"), reserved=reserved)
+    assert left == (70 - 18 - 1 - 1 - 1) * GIB
     assert log == ["run", "reset", "run"], "what is allocated once, in the first run, is not part of the peak"
+
+
+def test_the_worker_need_not_wait_for_the_loop_longer_than_a_step_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's own 5 ms between threads are several steps. What was set before is put back, if nobody else changed it."""
+    for name in ("set_device", "Stream", "set_stream", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    before = sys.getswitchinterval()
+    device = CudaDevice(index=1)
+    assert device.torch_device == torch.device("cuda", 1)
+    try:
+        device.set_up_thread()
+        assert sys.getswitchinterval() <= 1e-3
+        device.release_memory()
+        assert sys.getswitchinterval() == before
+        sys.setswitchinterval(1e-4)  # somebody wants less
+        device.set_up_thread()
+        device.release_memory()
+        assert sys.getswitchinterval() == pytest.approx(1e-4)
+    finally:
+        sys.setswitchinterval(before)
+
+
+def resolve(dtype: str = "float32", **options: Any) -> ResolvedConfig:
+    info = ModelInfo("some model", "", "LlamaForCausalLM", 100, 64, 1, 2, 1, 16, dtype, frozenset())
+    return EngineConfig(**options).resolve(info, cuda_available=True, free_memory_bytes=GIB)
+
+
+def resolved(**options: Any) -> WorkerConfig:
+    return resolve(**options).worker
+
+
+def test_a_float32_checkpoint_runs_in_bfloat16_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """Float32 takes twice the memory, and attention several times the time; whoever wants it says so."""
+    config = resolved()
+    assert (config.device, config.dtype, config.kv_cache_dtype) == ("cuda", "bfloat16", "bfloat16")
+    assert [record.message for record in caplog.records] == [
+        'some model is stored in float32 and runs in bfloat16 on CUDA; dtype="float32" keeps it'
+    ]
+    info = resolve().model
+    caplog.clear()
+    kept = EngineConfig(dtype="float32").resolve(info, cuda_available=True, free_memory_bytes=GIB)
+    on_cpu = EngineConfig(device="cpu").resolve(info, cuda_available=True, free_memory_bytes=GIB)
+    half = resolve("float16").worker
+    assert (kept.worker.dtype, on_cpu.worker.dtype, half.dtype) == ("float32", "float32", "float16")
+    assert not caplog.records
+
+
+def test_one_of_several_gpus() -> None:
+    assert (resolved(device="cuda:3").device, resolved(device="cuda:3").device_index) == ("cuda", 3)
+    assert resolved(device="cuda").device_index is None
+    for device in ("cuda:", "cuda:x", "cuda:-1", "gpu", "", "cuda:1000"):
+        with pytest.raises(ConfigError, match="device must be auto, cpu, cuda or one of several GPUs"):
+            EngineConfig(device=device)
+
+
+def test_a_share_of_the_memory_that_leaves_nothing_for_the_driver_is_refused() -> None:
+    assert EngineConfig(gpu_memory_utilization=0.97).gpu_memory_utilization == 0.97
+    for share in (1.0, 0.98, 0.0, -0.1, float("nan")):
+        with pytest.raises(ConfigError, match=r"gpu_memory_utilization must be in \(0, 0.97\]"):
+            EngineConfig(gpu_memory_utilization=share)
+
+
+def test_an_fp8_cache_is_for_gpus() -> None:
+    attention = _attention_config(resolve("bfloat16", kv_cache_dtype="fp8"), torch.bfloat16)
+    assert attention.kv_cache_dtype == torch.float8_e4m3fn
+    with pytest.raises(ConfigError, match=r"no KV cache of torch\.float8_e4m3fn"):
+        select_attention_backend("torch_paged", attention, torch.device("cpu"))
+
+
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match='device="cuda:2" was asked for, but there are 2 CUDA devices'):
+        create_device(WorkerConfig(device="cuda", dtype="float32", device_index=2))
+    created = create_device(WorkerConfig(device="cuda", dtype="float32", device_index=1))
+    assert created.torch_device == torch.device("cuda", 1)

@@ -15,7 +15,9 @@ from aioengine.sampling_params import SamplingParams
 from aioengine.worker.block_table import BlockTable
 from aioengine.worker.device import CpuDevice, InterpreterDevice
 from aioengine.worker.input_batch import InputBatch
-from aioengine.worker.pipeline import HostPipeline, SampledRows
+from aioengine.worker.pipeline.base import SampledRows
+from aioengine.worker.pipeline.create import create_pipeline
+from aioengine.worker.pipeline.host import HostPipeline
 from aioengine.worker.request_state import RequestStates
 
 PROMPT = [3, 14, 15, 9, 26, 5, 35, 8, 9, 7, 9, 32, 38, 46]
@@ -128,7 +130,7 @@ def test_who_lost_its_slot_meanwhile_gets_no_tokens() -> None:
 def test_a_device_refuses_guesses(make_config: Callable[..., ResolvedConfig]) -> None:
     states = RequestStates(max_num_reqs=1, max_model_len=8, vocab_size=9, eos_token_ids=frozenset())
     table = BlockTable(max_num_reqs=1, max_model_len=8, block_size=4)
-    pipeline = InterpreterDevice(num_threads=None).create_pipeline(make_config(), states=states, block_table=table)
+    pipeline = create_pipeline(InterpreterDevice(num_threads=None), make_config(), states=states, block_table=table)
     out = SchedulerOutput(1, [], CachedRequestData(), {"r": 3}, 3, scheduled_spec_decode_tokens={"r": [1, 2]})
     with pytest.raises(RuntimeError, match="guessed tokens can be checked on the CPU only"):
         pipeline.build_batch(out)

@@ -152,6 +152,17 @@ def test_a_request_without_a_slot_is_named() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("num_scheduled", "num_blocks", "message"),
+    [(4, 2, "up to position 4, but 3 tokens are known and its blocks hold 8"), (3, 0, "up to position 3, but 3 .* blocks hold 0")],
+    ids=["a token that is not known", "a position without a block"],
+)
+def test_a_step_that_reaches_too_far_is_refused(num_scheduled: int, num_blocks: int, message: str) -> None:
+    plans = {"fits": Plan([1, 2], 0, 2, [1]), "far": Plan([1, 2, 3], 0, num_scheduled, list(range(2, 2 + num_blocks)))}
+    with pytest.raises(RuntimeError, match=f"'far' is scheduled {message}"):
+        build(plans, block_size=4)
+
+
 def test_append_sampled_feeds_the_next_step() -> None:
     _, states = build({"a": Plan([1, 2, 3], 0, 3, [1]), "b": Plan([4, 5], 0, 2, [2])}, block_size=4)
     states.append_sampled(["b", "a"], np.array([1, 0]), np.array([50, 60]))

@@ -328,3 +328,20 @@ def test_warming_up_leaves_no_trace(make_driver: MakeDriver, config: dict[str, A
     if "max_model_len" not in config:
         driver.add("r", PROMPT)
         assert driver.generate("r", 12, chunk=3) == generate_alone(make_driver, {"temperature": 0})
+
+
+@pytest.mark.parametrize("pipeline", ["device", "graphs"], indirect=True)
+def test_on_a_device_decodes_come_first_in_the_batch(make_driver: MakeDriver) -> None:
+    """They are attended for in a launch of their own. Whom a row belongs to, the output says."""
+    driver = make_driver(max_num_seqs=4)
+    for i, req_id in enumerate("abcd"):
+        driver.add(req_id, range(1 + i, 12 + i))
+    driver.step({"b": 11, "d": 11})
+    output = driver.step({"a": 5, "b": 1, "c": 11, "d": 1})
+    assert output.req_ids == ["b", "d", "a", "c"]
+    assert [len(tokens) for tokens in output.sampled_token_ids] == [1, 1, 0, 1]
+    alone = make_driver(max_num_seqs=4)
+    for i, req_id in enumerate("abcd"):
+        alone.add(req_id, range(1 + i, 12 + i))
+    assert alone.generate("d", 2) == driver.outputs["d"]
+    assert alone.generate("c", 1) == driver.outputs["c"]

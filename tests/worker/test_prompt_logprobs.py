@@ -7,11 +7,13 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from aioengine.outputs import ModelRunnerOutput, TokenLogprobs
 from aioengine.worker import prompt_logprobs
+from aioengine.worker.device import CpuDevice
 
 PROMPT = [3, 14, 15, 9, 26, 5, 35, 8, 9, 7, 9, 32, 38, 46]
 OTHER = [27, 18, 28, 18, 28, 45, 9]
@@ -165,6 +167,21 @@ def test_whatever_happens_each_position_is_reported_once_and_in_order(make_drive
         assert_same(collector.entries[req_id], expected)
 
 
+@pytest.mark.parametrize("pipeline", ["device"], indirect=True)
+def test_the_device_is_never_waited_for(make_driver: MakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step with prompt log-probabilities sends goes through pinned memory: a copy of any other array waits for the device."""
+
+    def refuse(device: Any, array: Any) -> Any:
+        raise AssertionError("a blocking copy")
+
+    driver = make_driver()
+    monkeypatch.setattr(CpuDevice, "to_device", refuse)
+    monkeypatch.setattr(CpuDevice, "to_host", refuse)
+    driver.add("r", PROMPT, prompt_logprobs=2)
+    output = driver.step({"r": len(PROMPT)})
+    assert len(output.prompt_logprobs["r"]) == len(PROMPT) - 1
+
+
 # ------------------------------------------------------------------ NaN
 def poison(driver: Any, tokens: set[int]) -> None:
     """From now on hidden states of these tokens give NaN logits."""
@@ -195,6 +212,17 @@ def test_a_request_with_nan_logits_fails_and_the_others_go_on(make_driver: MakeD
     driver.step({"a": 1})
     assert driver.outputs["a"] == expected.outputs["a"]
     assert driver.runner.states.num_free_slots == 2
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_largest_value_that_is_no_number_fails_its_request(value: float) -> None:
+    """Whatever the mode: raw logits of +inf are not NaN."""
+    empty = torch.zeros(0, dtype=torch.int64)
+    rows = prompt_logprobs.PromptRows(["r", "a"], [2, 1], [1, 1], indices=empty, token_ids=empty)
+    values = np.array([[-1.0, -0.5], [-1.0, value], [-np.inf, -0.5]])
+    entries = prompt_logprobs.read_prompt_entries(rows, [np.array([[1, 2]] * 3), values, np.array([2, 2, 2])])
+    assert list(entries.failed) == ["r"]
+    assert list(entries.logprobs) == ["a"]
 
 
 def test_nan_in_the_middle_of_a_prompt_fails_who_asked_for_its_logprobs(make_driver: MakeDriver) -> None:

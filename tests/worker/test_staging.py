@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioengine.worker.staging import ALIGNMENT, Staging, plan_layout
-from aioengine.worker.transfers import Download, Event, HostTransfers
+from aioengine.worker.pipeline.staging import ALIGNMENT, Staging, plan_layout
+from aioengine.worker.pipeline.transfers import Download, Event, HostTransfers
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1))
@@ -122,3 +122,29 @@ def test_a_buffer_is_reused_only_after_its_copy_and_its_readers() -> None:
         "wait for upload 2",
         "upload 4 after the end of step 2",
     ]
+
+
+@pytest.mark.parametrize("pipeline", ["device"], indirect=True)
+def test_serving_allocates_no_staging_memory(make_driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinned memory takes milliseconds to get: what the largest steps send is there from the start."""
+    driver = make_driver(max_num_seqs=3, max_model_len=64, max_num_batched_tokens=64)
+
+    def refuse(transfers: HostTransfers, num_bytes: int) -> torch.Tensor:
+        raise AssertionError(f"{num_bytes} bytes more")
+
+    monkeypatch.setattr(HostTransfers, "allocate_host", refuse)
+    everything = {"top_p": 0.9, "temperature": 0.8, "logprobs": 20, "prompt_logprobs": 20, "repetition_penalty": 1.2, "min_tokens": 9}
+    for i in range(3):
+        driver.add(f"r{i}", [1 + (7 * i + j) % 50 for j in range(20)], bad_words_token_ids=((5,), (6, 7)), **everything)
+    driver.step({f"r{i}": 20 for i in range(3)})
+    for _ in range(6):
+        driver.step({f"r{i}": 1 for i in range(3)})
+
+
+def test_a_staging_says_how_much_it_holds_from_the_start() -> None:
+    transfers = LoggingTransfers()
+    staging = Staging(transfers, capacity=300_000)
+    assert transfers.allocations == [1 << 19, 1 << 19]
+    assert staging.capacity == 1 << 19
+    staging.stage([np.zeros(300_000, dtype=np.uint8)]).release()
+    assert len(transfers.allocations) == 2

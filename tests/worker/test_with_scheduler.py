@@ -13,10 +13,11 @@ from aioengine.config import ResolvedConfig
 from aioengine.core.scheduler import Scheduler
 from aioengine.request import Request
 from aioengine.sampling_params import SamplingParams
+from tests.covering import every_pair
 
 SHARED = [5, 11, 23, 42, 8, 30, 17, 2, 50]
 PROMPTS = [SHARED + [i, 3 * i + 1] * (i % 4) + [i + 20] for i in range(7)]
-NUM_BLOCKS_BIG = 60
+NUM_BLOCKS_BIG, NUM_BLOCKS_TINY = 60, 14
 
 
 def make_requests() -> list[Request]:
@@ -45,8 +46,8 @@ def drive(
 ) -> tuple[dict[str, list[int]], Scheduler]:
     """The engine's loop without an engine: up to `max_concurrent_batches` planned steps wait for the runner.
 
-    reset_every: steps from one reset of the prefix cache, with whoever runs, to the next; 0: none. later_budget: of a step, once all
-    requests run.
+    reset_every: steps from one reset of the prefix cache, with whoever runs, to the next; 0: none.
+    later_budget: of a step, once all requests run.
     """
     scheduler = Scheduler(
         config.scheduler,
@@ -62,10 +63,10 @@ def drive(
     while scheduler.has_work or planned:
         while len(planned) < config.scheduler.max_concurrent_batches and (out := scheduler.schedule()) is not None:
             planned.append(out)
-        if reset_every and planned[0].step_id % reset_every == 0:
-            assert scheduler.reset_prefix_cache(reset_running_requests=True)
         if later_budget is not None and len(scheduler.running) == len(requests):
             scheduler.config = dataclasses.replace(scheduler.config, max_num_batched_tokens=later_budget)
+        if reset_every and planned[0].step_id % reset_every == 0:
+            assert scheduler.reset_prefix_cache(reset_running_requests=True)
         out = planned.popleft()
         driver.runner.execute_model(out)
         for core_output in scheduler.update_from_output(out, driver.sample()):
@@ -84,8 +85,14 @@ def run(make_driver: Callable[..., Any], make_config: Callable[..., ResolvedConf
         **options: Any,
     ) -> tuple[dict[str, list[int]], Scheduler]:
         driver = make_driver(num_blocks=num_blocks, **options)
-        config = make_config(**options)
-        result = drive(driver, config, num_blocks=num_blocks, requests=requests, reset_every=reset_every, later_budget=later_budget)
+        result = drive(
+            driver,
+            make_config(**options),
+            num_blocks=num_blocks,
+            requests=requests,
+            reset_every=reset_every,
+            later_budget=later_budget,
+        )
         assert driver.runner.states.num_free_slots == driver.runner.states.max_num_reqs
         assert driver.runner.states.num_requests == 0
         return result
@@ -93,14 +100,28 @@ def run(make_driver: Callable[..., Any], make_config: Callable[..., ResolvedConf
     return run
 
 
-@pytest.mark.parametrize("prefix_caching", [True, False], ids=["prefix_cache", "no_prefix_cache"])
-@pytest.mark.parametrize("budget", [3, 16, 64])
-@pytest.mark.parametrize("num_blocks", [NUM_BLOCKS_BIG, 14], ids=["big_pool", "tiny_pool"])
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain"])
-def test_same_tokens_as_alone(run: Callable[..., Any], overlap: bool, num_blocks: int, budget: int, prefix_caching: bool) -> None:
-    alone: dict[str, list[int]] = {}
-    for request in make_requests():
-        alone |= run([request], async_scheduling=False, enable_prefix_caching=False)[0]
+@pytest.fixture(scope="module")
+def alone_by_pipeline() -> dict[str, dict[str, list[int]]]:
+    return {}
+
+
+@pytest.fixture
+def alone(run: Callable[..., Any], pipeline: str, alone_by_pipeline: dict[str, dict[str, list[int]]]) -> dict[str, list[int]]:
+    """What each request gives by itself, one step at a time."""
+    if pipeline not in alone_by_pipeline:
+        alone_by_pipeline[pipeline] = {}
+        for request in make_requests():
+            alone_by_pipeline[pipeline] |= run([request], async_scheduling=False, enable_prefix_caching=False)[0]
+    return alone_by_pipeline[pipeline]
+
+
+@pytest.mark.parametrize(
+    ("overlap", "num_blocks", "budget", "prefix_caching"),
+    every_pair([True, False], [NUM_BLOCKS_BIG, NUM_BLOCKS_TINY], [3, 16, 64], [True, False]),
+)
+def test_same_tokens_as_alone(
+    run: Callable[..., Any], alone: dict[str, list[int]], overlap: bool, num_blocks: int, budget: int, prefix_caching: bool
+) -> None:
     outputs, scheduler = run(
         make_requests(),
         num_blocks=num_blocks,
@@ -109,9 +130,17 @@ def test_same_tokens_as_alone(run: Callable[..., Any], overlap: bool, num_blocks
         enable_prefix_caching=prefix_caching,
     )
     assert outputs == alone
-    assert (scheduler.num_preemptions > 0) == (num_blocks == 14)
+    assert (scheduler.num_preemptions > 0) == (num_blocks == NUM_BLOCKS_TINY)
     assert (scheduler.make_stats().prefix_cache_hits > 0) == prefix_caching
     assert max(len(tokens) for tokens in alone.values()) > 15
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain"])
+def test_who_is_left_out_of_a_step_goes_on_from_its_last_token(run: Callable[..., Any], alone: dict[str, list[int]], overlap: bool) -> None:
+    """Steps with room for two of seven: what the others sampled last waits on the device, and no placeholder is ever an input."""
+    outputs, scheduler = run(make_requests(), async_scheduling=overlap, max_num_seqs=8, later_budget=2)
+    assert scheduler.config.max_num_batched_tokens == 2
+    assert outputs == alone
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain"])
@@ -120,14 +149,3 @@ def test_same_tokens_when_the_prefix_cache_is_reset_under_running_requests(run: 
     outputs, scheduler = run(make_requests(), async_scheduling=overlap, max_num_batched_tokens=16, reset_every=5)
     assert outputs == expected
     assert scheduler.make_stats().num_resumed_reqs > 10
-
-
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain"])
-def test_who_is_left_out_of_a_step_goes_on_from_its_last_token(run: Callable[..., Any], overlap: bool) -> None:
-    """Steps with room for two of seven: what the others sampled last waits on the device, and no placeholder is ever an input."""
-    alone: dict[str, list[int]] = {}
-    for request in make_requests():
-        alone |= run([request], async_scheduling=False, enable_prefix_caching=False)[0]
-    outputs, scheduler = run(make_requests(), async_scheduling=overlap, max_num_seqs=8, later_budget=2)
-    assert scheduler.config.max_num_batched_tokens == 2
-    assert outputs == alone

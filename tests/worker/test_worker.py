@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from aioengine.attention.triton_paged import TritonPagedBackend
+from aioengine.checkpoint.files import ModelFiles
 from aioengine.config import CacheConfig, ResolvedConfig
 from aioengine.errors import ConfigError
 from aioengine.models import loader
-from aioengine.models.files import ModelFiles
+from aioengine.worker.memory_profile import Reservation
 from aioengine.worker.worker import Worker
 from aioengine_kernels.cpu import library
 
@@ -64,13 +65,42 @@ def test_never_more_blocks_than_all_requests_could_use(make_worker: Callable[...
 
 @pytest.mark.parametrize(("num_bytes", "fits"), [(17 * BYTES_PER_BLOCK, True), (17 * BYTES_PER_BLOCK - 1, False), (1, False)])
 def test_room_for_one_longest_request_or_an_error(make_worker: Callable[..., Worker], num_bytes: int, fits: bool) -> None:
-    worker = make_worker(kv_cache_memory_bytes=num_bytes)
+    worker = make_worker(kv_cache_memory_bytes=num_bytes, max_model_len=64)
     if fits:
         assert worker.determine_num_kv_cache_blocks() == 17
         return
     tokens = 15 * 4 if num_bytes > 1 else 0
     with pytest.raises(ConfigError, match=rf"max_model_len \(64\) tokens takes .* GiB, .* hold {tokens} tokens; lower max_model_len"):
         worker.determine_num_kv_cache_blocks()
+
+
+@pytest.mark.parametrize("left_open", ["auto", None])
+def test_a_length_left_open_is_what_the_memory_holds_and_the_log_says_so(
+    make_worker: Callable[..., Worker], left_open: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = make_worker(kv_cache_memory_bytes=16 * BYTES_PER_BLOCK, max_model_len=left_open)
+    assert worker.config.scheduler.max_model_len == 64
+    num_blocks = worker.determine_num_kv_cache_blocks()
+    worker.initialize_kv_cache(num_blocks)
+    assert num_blocks == 16
+    assert worker.config.scheduler.max_model_len == 60
+    assert worker.config == make_worker(kv_cache_memory_bytes=16 * BYTES_PER_BLOCK).config.fitted(16)
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert line.startswith("max_model_len is 60 tokens")
+    assert "the 64 of tiny" in line
+    assert "raise kv_cache_memory_bytes" in line
+
+
+def test_a_length_left_open_stays_the_models_where_it_fits(make_worker: Callable[..., Worker], caplog: pytest.LogCaptureFixture) -> None:
+    worker = make_worker(kv_cache_memory_bytes=17 * BYTES_PER_BLOCK)
+    worker.initialize_kv_cache(worker.determine_num_kv_cache_blocks())
+    assert worker.config.scheduler.max_model_len == 64
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_not_even_one_block_is_an_error_also_where_the_length_is_open(make_worker: Callable[..., Worker]) -> None:
+    with pytest.raises(ConfigError, match=r"max_model_len \(64\) tokens takes .*hold 0 tokens"):
+        make_worker(kv_cache_memory_bytes=1).determine_num_kv_cache_blocks()
 
 
 def test_the_cache_is_allocated_for_every_layer_and_freed(make_worker: Callable[..., Worker]) -> None:
@@ -118,9 +148,11 @@ def test_a_device_with_graphs_is_warmed_up_and_captured_once_the_cache_is_there(
     class Gpu(graphs_on_cpu):  # type: ignore[misc]
         compiles_kernels = True
 
-        def kv_cache_memory_bytes(self, cache: CacheConfig, *, run_largest_step: Callable[[], None]) -> int:
+        def kv_cache_memory_bytes(self, cache: CacheConfig, *, run_largest_step: Callable[[], None], reserved: Reservation) -> int:
             run_largest_step()
             num_forwards.append(model.num_forwards)
+            assert reserved.tables > 0
+            assert (reserved.graphs > 0) != enforce_eager
             return 20 * BYTES_PER_BLOCK
 
     num_forwards: list[int] = []

@@ -1,11 +1,12 @@
 """From logits to tokens on a device: nothing here waits for it, and the tokens stay there for the next step.
 
-Same parameters as the host's sampler, another stream of random numbers (see `aioengine_kernels.gumbel`): greedy tokens agree,
-seeded ones are a function of the seed on either, but not the same one.
+Same parameters as the host's sampler, same order, same ties, same random numbers: the same logits, parameters and seed give the
+same tokens on either (tests/worker/sample/test_one_seed.py), but where the rounding of float32 decides.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,8 +17,7 @@ from aioengine.config import LogprobsMode
 from aioengine.sampling_params import MAX_LOGPROBS
 from aioengine.worker.sample.edits import LogitEdits, apply_bias, apply_masks, apply_penalties
 from aioengine.worker.sample.states import SamplingBatch
-from aioengine.worker.staging import StagedArrays
-from aioengine_kernels.gumbel import gumbel_argmax
+from aioengine_kernels.draw_tokens import draw_tokens
 from aioengine_kernels.logprobs import token_logprobs
 from aioengine_kernels.top_k_top_p import top_k_top_p
 
@@ -39,7 +39,6 @@ class StagedSampling:
     num_logprobs: list[int]  # [k]
     needs_filters: bool  # some row that is not greedy has top_k, top_p or min_p
     edits: LogitEdits | None  # None: no row has a penalty, a bias, allowed_token_ids or bad_words
-    arrays: StagedArrays  # what the tensors are views of
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +73,15 @@ def sampling_arrays(batch: SamplingBatch, slots: npt.NDArray[np.int64], *, vocab
 
 
 def staged_sampling(
-    arrays: StagedArrays,
+    tensors: Sequence[torch.Tensor],  # `sampling_arrays` as they came to the device
     batch: SamplingBatch,
     *,
-    first: int,
     token_table: torch.Tensor,  # [max_num_reqs, max_model_len] int32, which holds this step's tokens
 ) -> StagedSampling:
-    """`sampling_arrays` as they came to the device, from the array numbered `first` on."""
+    """The tensors by name, and what the host decides by."""
     rows = (batch.num_logprobs >= 0).nonzero()[0]
     has_filter = (batch.top_k > 0) | (batch.top_p < 1) | np.isfinite(batch.log_min_p)
-    slots, temperature, top_k, top_p, min_p, seeds, output_indices, masked_positions, logprob_rows, *rest = arrays.tensors[first:]
+    slots, temperature, top_k, top_p, min_p, seeds, output_indices, masked_positions, logprob_rows, *rest = tensors
     return StagedSampling(
         slots=slots,
         temperature=temperature,
@@ -98,7 +96,6 @@ def staged_sampling(
         num_logprobs=batch.num_logprobs[rows].tolist(),
         needs_filters=bool((has_filter & (batch.temperature > 0)).any()),
         edits=None if batch.edits is None else LogitEdits.build(batch.edits, rest, token_table=token_table),
-        arrays=arrays,
     )
 
 
@@ -111,7 +108,7 @@ def sample_on_device(
     eos_token_ids: torch.Tensor | None = None,  # [e] int64: what ends an output that a grammar calls complete
     logprobs_mode: LogprobsMode = "raw_logprobs",
 ) -> DeviceSamples:
-    """One token a row, in the order of the host's sampler, but for the last step: the Gumbel arg-max."""
+    """One token a row, in the order of the host's sampler, and with its tokens."""
     is_raw = logprobs_mode.startswith("raw")
     # The raw logits are what log-probabilities are of, and everything below writes to them.
     reported = logits.index_select(0, staged.logprob_rows) if staged.num_logprobs and is_raw else None
@@ -129,7 +126,7 @@ def sample_on_device(
     best = logits.amax(dim=-1)
     if staged.needs_filters:
         top_k_top_p(logits, temperature=staged.temperature, top_k=staged.top_k, top_p=staged.top_p, min_p=staged.min_p)
-    token_ids = gumbel_argmax(
+    token_ids = draw_tokens(
         logits,
         temperature=staged.temperature,
         seeds=staged.seeds,

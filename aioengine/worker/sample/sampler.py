@@ -29,15 +29,14 @@ import torch
 from aioengine.config import LogprobsMode
 from aioengine.outputs import TokenLogprobs
 from aioengine.worker.sample.edits import LogitEdits, apply_bias, apply_masks, apply_penalties
+from aioengine.worker.sample.filters import apply_min_p, apply_temperature, mask_ending_tokens
 from aioengine.worker.sample.grammar import apply_bitmask, let_grammars_end
 from aioengine.worker.sample.logits_processor import LoadedProcessor, ProcessorRow
 from aioengine.worker.sample.logprobs import collect_logprobs
-from aioengine.worker.sample.min_p import apply_min_p
-from aioengine.worker.sample.min_tokens import mask_ending_tokens
-from aioengine.worker.sample.philox import uniform
 from aioengine.worker.sample.states import SamplingBatch
-from aioengine.worker.sample.temperature import apply_temperature
 from aioengine.worker.sample.top_k_top_p import KeptTokens, keep_top_k_top_p
+from aioengine_kernels.draw_tokens import inverse_cdf
+from aioengine_kernels.philox import uniform
 
 NAN_LOGITS = "the model gave logits that are not numbers (NaN or infinite) for this request, so no token could be sampled"
 NOTHING_ALLOWED = (
@@ -217,18 +216,6 @@ def _only_kept(logits: torch.Tensor, kept: KeptTokens) -> torch.Tensor:  # both 
     kept_logits = logits.gather(1, kept.token_ids.clamp(max=vocab_size - 1)).masked_fill_(kept.weights == 0, -torch.inf)
     room = logits.new_full((len(logits), vocab_size + 1), -torch.inf)  # padding goes to the last column
     return room.scatter_(1, kept.token_ids, kept_logits)[:, :vocab_size]
-
-
-def inverse_cdf(
-    weights: torch.Tensor,  # [n, width] float32 >= 0; they need not add up to 1
-    numbers: torch.Tensor,  # [n] float64 in [0, 1)
-) -> torch.Tensor:  # [n] int64, below width
-    """The first index whose cumulative weight exceeds number * total: never one of weight 0."""
-    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
-    target = numbers[:, None] * cumulative[:, -1:]
-    index = torch.searchsorted(cumulative, target, right=True)[:, 0]
-    # Only weights that are NaN get past the end.
-    return index.clamp_(max=weights.shape[1] - 1)
 
 
 def _index(rows: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:

@@ -11,8 +11,40 @@ import torch
 from aioengine_kernels.cpu.library import open_library
 
 # Names of ggml -> numbers in the C ABI.
-FORMATS = {"F32": 0, "F16": 1, "BF16": 2, "Q4_0": 3, "Q4_1": 4, "Q8_0": 5, "Q4_K": 6, "Q6_K": 7, "Q5_0": 8}
-_STORED_BLOCKS = {"Q4_0": (32, 18), "Q4_1": (32, 20), "Q8_0": (32, 34), "Q5_0": (32, 22), "Q4_K": (256, 144), "Q6_K": (256, 210)}
+FORMATS = {
+    "F32": 0,
+    "F16": 1,
+    "BF16": 2,
+    "Q4_0": 3,
+    "Q4_1": 4,
+    "Q8_0": 5,
+    "Q4_K": 6,
+    "Q6_K": 7,
+    "Q5_0": 8,
+    "Q5_K": 9,
+    "Q5_1": 10,
+    "IQ4_NL": 11,
+    "IQ4_XS": 12,
+    "Q3_K": 13,
+    "MXFP4": 14,
+}
+# Columns and bytes of a block in a file.
+_STORED_BLOCKS = {
+    "Q4_0": (32, 18),
+    "Q4_1": (32, 20),
+    "Q8_0": (32, 34),
+    "Q5_0": (32, 22),
+    "Q4_K": (256, 144),
+    "Q6_K": (256, 210),
+    "Q5_K": (256, 176),
+    "Q5_1": (32, 24),
+    "IQ4_NL": (32, 18),
+    "IQ4_XS": (256, 136),
+    "Q3_K": (256, 110),
+    "MXFP4": (32, 17),
+}
+# Formats without panels of their own -> those that hold every one of their numbers exactly.
+_KEPT_AS = {"Q5_0": "Q8_0", "IQ4_NL": "Q8_0", "Q5_1": "Q5_K", "IQ4_XS": "Q6_K", "Q3_K": "Q6_K", "MXFP4": "Q6_K"}
 _DENSE = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _ALIGNMENT = 64
 
@@ -21,7 +53,7 @@ _ALIGNMENT = 64
 class PackedMatrix:
     """A [rows, columns] matrix as panels of 16 rows. Rows past `rows` in the last panel are zero."""
 
-    kind: str  # a key of FORMATS; Q5_0 is kept as Q8_0
+    kind: str  # a key of FORMATS; kinds without panels of their own are kept as another
     rows: int
     columns: int
     data: torch.Tensor  # [bytes] uint8, 64-byte aligned
@@ -88,7 +120,9 @@ class MatrixBuilder:
         self._library = open_library()
         self._stored_kind = kind
         num_bytes = self._library.aio_packed_bytes(FORMATS[kind], rows, columns)
-        self.matrix = PackedMatrix("Q8_0" if kind == "Q5_0" else kind, rows, columns, aligned_zeros(num_bytes))
+        if num_bytes == 0:
+            raise ValueError(f"the native library was built before it knew {kind}; build it anew: python setup.py build_ext --inplace")
+        self.matrix = PackedMatrix(_KEPT_AS.get(kind, kind), rows, columns, aligned_zeros(num_bytes))
 
     def put(self, first_row: int, stored: torch.Tensor) -> None:
         """Rows `first_row` on. stored: [rows, bytes_per_row] uint8 of GGUF blocks, or [rows, columns] in the dense dtype."""

@@ -109,3 +109,36 @@ def test_a_library_of_another_layout_is_refused(field: str, monkeypatch: pytest.
     moved = {**library_layout(open_library()), field: 4}
     monkeypatch.setattr("aioengine_kernels.cpu.abi.library_layout", lambda library: moved)
     assert layout_difference(open_library()) == f"{field} is at 4 in the library and at {declared_layout()[field]} here"
+
+
+@pytest.mark.alone
+@pytest.mark.skipif("sys.platform != 'linux'")
+def test_no_more_threads_take_part_than_a_call_may_use() -> None:
+    """The pool keeps the helpers of a call that used more: they stay out of one that may use fewer."""
+    code = (
+        "import os, time, torch\n"
+        "torch.set_num_threads(1)\n"
+        "from aioengine_kernels.cpu import CpuKernels\n"
+        "from aioengine_kernels.cpu.packing import pack_dense\n"
+        "packed, x = pack_dense(torch.ones(2048, 1024)), torch.ones(512, 1024)\n"
+        "threads = lambda: {int(tid) for tid in os.listdir('/proc/self/task')}\n"
+        "cpu_s = lambda tid: time.clock_gettime((~tid << 3) | 6)\n"  # a thread's own clock
+        "before = threads()\n"
+        "CpuKernels(num_threads=4).linear(x, packed)\n"
+        "helpers = sorted(threads() - before)\n"
+        "for num_threads in (4, 2, 1):\n"
+        "    kernels, used, total = CpuKernels(num_threads=num_threads), {tid: cpu_s(tid) for tid in helpers}, time.process_time()\n"
+        "    while time.process_time() - total < 0.2:\n"
+        "        kernels.linear(x, packed)\n"
+        "    total = time.process_time() - total\n"
+        "    shares = [(cpu_s(tid) - used[tid]) / total for tid in helpers]\n"
+        "    print(num_threads, len(helpers), sum(share > 0.05 for share in shares))\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": os.pathsep.join(sys.path)}
+    )
+    rows = [[int(word) for word in line.split()] for line in result.stdout.splitlines()]
+    assert [(num_threads, num_helpers) for num_threads, num_helpers, _ in rows] == [(4, 3), (2, 3), (1, 3)]
+    for num_threads, _, num_busy in rows:
+        assert num_busy < num_threads, rows
+    assert rows[0][2] > 0, "nobody helped: this test has seen nothing"

@@ -23,6 +23,12 @@ BLOCKS: dict[str, tuple[int, int, tuple[int, ...]]] = {
     "Q8_0": (32, 34, (0,)),
     "Q4_K": (256, 144, (0, 2)),
     "Q6_K": (256, 210, (208,)),
+    "Q5_K": (256, 176, (0, 2)),
+    "Q5_1": (32, 24, (0, 2)),
+    "IQ4_NL": (32, 18, (0,)),
+    "IQ4_XS": (256, 136, (0,)),
+    "Q3_K": (256, 110, (108,)),
+    "MXFP4": (32, 17, ()),
 }
 KINDS = (*BLOCKS, "F32", "F16", "BF16")
 ROW_COUNTS = (1, 2, 3, 5, 8, 16, 17, 32, 33, 64, 129, 512)
@@ -36,6 +42,8 @@ def random_rows(kind: str, rows: int, columns: int, seed: int = 0) -> tuple[torc
     for offset in scales:
         scale = (rng.uniform(0.002, 0.01, blocks.shape[:2]) * rng.choice([-1, 1], blocks.shape[:2])).astype(np.float16)
         blocks[..., offset : offset + 2] = scale[..., None].view(np.uint8)
+    if kind == "MXFP4":
+        blocks[..., 0] = rng.integers(118, 124, blocks.shape[:2], dtype=np.uint8)  # the exponent of the scale
     stored = blocks.reshape(rows, -1)
     reference = dequantize(stored, GGMLQuantizationType[kind]).astype(np.float32)
     return torch.from_numpy(stored), torch.from_numpy(reference)
@@ -159,7 +167,7 @@ def test_dense_columns_of_any_number(kernels: CpuKernels, randn: Randn) -> None:
     assert relative_error(kernels.linear(x, pack_dense(weight.bfloat16())), want) < 1e-2
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q6_K"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q6_K", "Q5_K", "IQ4_NL"])
 def test_extreme_inputs(kernels: CpuKernels, kind: str) -> None:
     """The largest sums that integer arithmetic meets: a saturating instruction used wrongly shows here."""
     size, num_bytes, scales = BLOCKS[kind]

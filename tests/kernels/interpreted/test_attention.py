@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from aioengine_kernels.flash_decoding import reduce_segments, reduce_segments_ref
-from aioengine_kernels.paged_attention import AttentionPlan, paged_attention, paged_attention_ref, paged_attention_triton
+from aioengine_kernels.flash_decoding import DecodeSplit, reduce_segments, reduce_segments_ref
+from aioengine_kernels.paged_attention import paged_attention, paged_attention_ref, paged_attention_triton
 from aioengine_kernels.reshape_and_cache import reshape_and_cache_triton, to_cache_dtype
 
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -62,7 +63,9 @@ class Batch:
         *,
         sliding_window: int | None = None,
         logits_soft_cap: float | None = None,
-        plan: AttentionPlan | None = None,
+        num_decodes: int | None = None,
+        split: DecodeSplit | None = None,
+        num_segments: int | None = None,
         tolerance: float | None = None,
     ) -> None:
         """The kernel's output is near float64 attention, and no NaN is left of a NaN-filled output."""
@@ -84,7 +87,9 @@ class Batch:
             max_query_len=self.max_query_len,
             max_seq_len=self.max_seq_len,
             out=out,
-            plan=plan,
+            num_decodes=num_decodes,
+            split=split,
+            num_segments=num_segments,
             **common,
         )
         expected = paged_attention_ref(
@@ -97,8 +102,12 @@ class Batch:
         assert error < (tolerance or TOLERANCES[self.query.dtype])
 
 
-def split(num_segments: int, *, block_m: int = 16, group: int = 3, tile: int = 16) -> AttentionPlan:
-    return AttentionPlan(block_m, block_m // group, tile, num_segments, num_warps=4, num_stages=2)
+def cut(batch: Batch, segment_len: int, *, num_decodes: int | None = None, is_split: bool = True) -> DecodeSplit:
+    """Segments shorter than serving would choose, so that small sequences have many."""
+    lengths = batch.seq_lens[:num_decodes].tolist()
+    split = DecodeSplit.of_lengths(lengths, num_kv_heads=1, device=torch.device("cpu"))
+    num_segments = len(lengths) + sum(lengths) // segment_len
+    return replace(split, segment_len=torch.tensor([segment_len], dtype=torch.int32), num_segments=num_segments, is_split=is_split)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -129,22 +138,41 @@ def test_block_sizes(block_size: int) -> None:
     Batch([(1, context) for context in contexts] + [(3, 0)], heads=(2, 1), head_dim=32, block_size=block_size).check()
 
 
+@pytest.mark.parametrize("segment_len", [16, 40, 96])
+def test_split_decodes(segment_len: int) -> None:
+    """Sequences of one segment and of many in one launch, and the grid of a captured graph, which is larger than it need be."""
+    batch = Batch(DECODES)
+    batch.check(split=cut(batch, segment_len))
+    split = cut(batch, segment_len)
+    batch.check(split=replace(split, num_segments=split.num_segments + 40))
+
+
+def test_split_decodes_with_window_and_cap() -> None:
+    batch = Batch([(1, 127), (1, 40), (1, 10), (1, 300)], dtype=torch.bfloat16)
+    batch.check(sliding_window=24, logits_soft_cap=30.0, split=cut(batch, 32))
+
+
 @pytest.mark.parametrize("num_segments", [2, 8])
-def test_split_decodes(num_segments: int) -> None:
-    """Also where most segments are empty, as for a sequence of one token."""
-    Batch(DECODES).check(plan=split(num_segments))
+def test_split_chunks(num_segments: int) -> None:
+    """Also where most segments are empty, as for a prompt of one token."""
+    Batch([(2, 127), (3, 0), (1, 40), (4, 60)], heads=(4, 2)).check(num_decodes=0, num_segments=num_segments)
+    Batch([(3, 127), (3, 0)], dtype=torch.bfloat16).check(num_segments=num_segments, sliding_window=24, logits_soft_cap=30.0)
 
 
-def test_split_with_window_cap_and_several_query_tokens() -> None:
-    Batch([(1, 127), (3, 0), (1, 40), (4, 60)], dtype=torch.bfloat16).check(sliding_window=24, logits_soft_cap=30.0, plan=split(4))
+@pytest.mark.parametrize("num_segments", [1, 4])
+def test_decodes_and_chunks_of_a_batch_in_two_launches(num_segments: int) -> None:
+    batch = Batch([(1, 127), (1, 0), (1, 300), (7, 0), (33, 15), (1, 16), (16, 47)], heads=(4, 2))
+    batch.check(num_decodes=3, split=cut(batch, 64, num_decodes=3), num_segments=num_segments)
+    batch.check(num_decodes=2)
+    batch.check(num_decodes=0)
 
 
-def test_the_heuristic_splits_long_decodes() -> None:
+def test_long_decodes_are_split_by_themselves() -> None:
     Batch([(1, 1030)], heads=(2, 1), head_dim=32).check()
 
 
 def test_large_query_tiles() -> None:
-    Batch([(70, 10), (1, 90)], heads=(4, 2), head_dim=32).check(plan=AttentionPlan(64, 32, 64, 1, num_warps=4, num_stages=2))
+    Batch([(140, 10), (1, 90)], heads=(4, 2), head_dim=32, dtype=torch.float16).check()
 
 
 def test_fp8_cache() -> None:
@@ -182,15 +210,15 @@ def test_strided_query_and_padded_batch() -> None:
     assert out[3:].isnan().all()
 
 
-@pytest.mark.parametrize("num_segments", [1, 4])
-def test_the_padding_of_a_captured_decode_step(num_segments: int) -> None:
+@pytest.mark.parametrize("segment_len", [16, 256])
+def test_the_padding_of_a_captured_decode_step(segment_len: int) -> None:
     """Two requests decode in a graph of four: the others have one query token over nothing, and a block table of any content."""
     batch = Batch([(1, 127), (1, 15)])
     batch.query = torch.cat((batch.query, torch.ones_like(batch.query)))
     batch.query_start_loc = torch.arange(5, dtype=torch.int32)
     batch.seq_lens = torch.tensor([128, 16, 0, 0], dtype=torch.int32)
     batch.block_table = torch.cat((batch.block_table, torch.full_like(batch.block_table, INVALID_BLOCK)))
-    batch.check(plan=split(num_segments))
+    batch.check(split=cut(batch, segment_len))
 
 
 def test_a_block_id_out_of_range_is_caught() -> None:
@@ -219,9 +247,9 @@ def test_an_unmasked_slot_is_caught() -> None:
 
 
 def test_reduction_with_empty_segments() -> None:
-    partial = torch.randn(3, 2, 4, 64)
-    maxima, sums = torch.randn(3, 2, 4), torch.rand(3, 2, 4) + 0.5
-    for empty in ((0, 0, slice(1, 4)), (1, 1, slice(0, 3)), (2, 0, slice(None))):  # the last: a row with nothing to see
+    partial = torch.randn(4, 3, 2, 64)
+    maxima, sums = torch.randn(4, 3, 2), torch.rand(4, 3, 2) + 0.5
+    for empty in ((slice(1, 4), 0, 0), (slice(0, 3), 1, 1), (slice(None), 2, 0)):  # the last: a row with nothing to see
         partial[empty], maxima[empty], sums[empty] = 0.0, float("-inf"), 0.0
     out = torch.full((3, 2, 48), float("nan"))
     reduce_segments(partial, maxima, sums, out=out, v_scale=2.0)
@@ -236,8 +264,8 @@ def test_reduction_with_empty_segments() -> None:
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("num_segments", [1, 4])
 def test_matrix(dtype: torch.dtype, heads: tuple[int, int], head_dim: int, num_segments: int) -> None:
-    plan = split(num_segments, group=heads[0] // heads[1], tile=32)
-    Batch(MIXED, heads=heads, head_dim=head_dim, dtype=dtype).check(sliding_window=40, plan=plan)
+    batch = Batch([(1, 127), (1, 300), *MIXED], heads=heads, head_dim=head_dim, dtype=dtype)
+    batch.check(sliding_window=40, num_decodes=2, split=cut(batch, 128 // num_segments, num_decodes=2), num_segments=num_segments)
 
 
 @pytest.mark.slow

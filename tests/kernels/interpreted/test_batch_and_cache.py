@@ -35,6 +35,8 @@ def make_rows() -> StepRows:
         query_start_loc=int32(0, 1, 18, 19, 619),
         num_computed_tokens=int32(30, 16, 12, 0),
         num_table_tokens=int32(30, 60, 40, 600),
+        kv_start_loc=int32(0, 31, 31, 44, 44),
+        segment_len=int32(256),
     )
 
 
@@ -46,6 +48,8 @@ def make_outputs(ids_dtype: torch.dtype = torch.int64, *, num_reqs: int = 6, num
         seq_lens=torch.full((num_reqs,), -9, dtype=torch.int32),
         logits_indices=torch.full((num_reqs,), -9, dtype=ids_dtype),
         block_table=torch.full((num_reqs, 40), -9, dtype=torch.int32),
+        kv_start_loc=torch.full((num_reqs + 1,), -9, dtype=torch.int32),
+        segment_len=int32(-9),
     )
 
 
@@ -77,6 +81,8 @@ def test_padding_is_harmless() -> None:
         query_start_loc=int32(0, 1, 1, 1),
         num_computed_tokens=int32(30, 0, 0),
         num_table_tokens=int32(30, 60, 60),
+        kv_start_loc=int32(0, 31, 31, 31),
+        segment_len=int32(256),
     )
     batch_inputs(tables, rows, out, block_size=BLOCK_SIZE, max_query_len=1)
     assert (out.input_ids[1:] == 0).all()
@@ -84,6 +90,8 @@ def test_padding_is_harmless() -> None:
     assert (out.slot_mapping[1:] == -1).all()
     assert (out.seq_lens[1:] == 0).all()
     assert (out.logits_indices == 0).all()
+    assert out.kv_start_loc.tolist() == [0] + [31] * 700
+    assert out.segment_len.tolist() == [256]
 
 
 def test_an_unknown_token_never_reaches_the_model() -> None:

@@ -6,12 +6,11 @@ import math
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from aioengine.worker.sample.min_p import apply_min_p
-from aioengine.worker.sample.temperature import apply_temperature
+from aioengine.worker.sample.filters import apply_min_p, apply_temperature
 from aioengine.worker.sample.top_k_top_p import keep_top_k_top_p
 
 NO_IDS = torch.LongTensor([[0]])
@@ -43,9 +42,9 @@ def warped(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
     """The finite entries after transformers' warpers, in their order: top_k, then top_p; in float64."""
     logits = logits.double()
     if top_k > 0:
-        logits = TopKLogitsWarper(top_k)(NO_IDS, logits)
+        logits = transformers.TopKLogitsWarper(top_k)(NO_IDS, logits)
     if top_p < 1:
-        logits = TopPLogitsWarper(top_p)(NO_IDS, logits)
+        logits = transformers.TopPLogitsWarper(top_p)(NO_IDS, logits)
     return torch.isfinite(logits)
 
 
@@ -124,9 +123,18 @@ def test_dropped_logits_stay_dropped() -> None:
 def test_min_p_keeps_the_same_tokens_as_transformers(min_p: float) -> None:
     logits = random_logits(4, 1000)
     ours = torch.isfinite(apply_min_p(logits.clone(), torch.full((4,), math.log(min_p))))
-    theirs = torch.isfinite(MinPLogitsWarper(min_p)(NO_IDS, logits.float()))
+    theirs = torch.isfinite(transformers.MinPLogitsWarper(min_p)(NO_IDS, logits.float()))
     assert torch.equal(ours, theirs)
     assert ours.any(dim=-1).all()
+
+
+def test_a_tiny_top_p_keeps_one_token_and_top_k_goes_before_top_p() -> None:
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().repeat(5, 1)
+    result = kept(logits, [0, 1, 5, 2, 2], [1e-9, 1.0, 1.0, 0.57, 0.58])
+    # Of the two that top_k leaves the first has 4/7 of the mass, and of all four 0.4: only in this order 0.57 keeps one.
+    assert result.sum(1).tolist() == [1, 1, 4, 1, 2]
+    ties = torch.zeros(2, 7)
+    assert kept(ties, [1, 0], [1.0, 1e-9]).nonzero().tolist() == [[0, 0], [1, 0]], "of equals the lowest id"
 
 
 def test_min_p_of_zero_keeps_all_next_to_a_row_that_filters() -> None:

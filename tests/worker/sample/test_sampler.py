@@ -9,8 +9,9 @@ import torch
 
 from aioengine.outputs import Logprob
 from aioengine.sampling_params import SamplingParams
-from aioengine.worker.sample.sampler import SamplerOutput, inverse_cdf, sample
+from aioengine.worker.sample.sampler import SamplerOutput, sample
 from aioengine.worker.sample.states import SamplingStates
+from aioengine_kernels.draw_tokens import inverse_cdf
 
 EOS = frozenset({3, 9})
 
@@ -47,6 +48,19 @@ def test_a_greedy_row_among_random_ones() -> None:
     tokens = run(logits, mixed).token_ids
     assert tokens[2] == logits[2].argmax()
     assert tokens[[0, 1, 3, 4]].tolist() == run(logits[[0, 1, 3, 4]], mixed[:2] + mixed[3:]).token_ids.tolist()
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e4, 1e30, 1e36])
+def test_tiny_temperatures_give_the_largest_logit_and_no_nan_beside_greedy_and_random_rows(scale: float) -> None:
+    """Whatever the size of the logits: dividing by the temperature overflows nothing."""
+    logits = random_logits(6, 300).clamp(-9, 9) / 10 * scale
+    temperatures = [0.0, 1e-6, 1e-5, 1e-4, 1e-2, 1.0]
+    output = run(logits, [params(temperature=temperature, logprobs=2) for temperature in temperatures])
+    assert output.token_ids[:3].tolist() == logits[:3].argmax(-1).tolist()
+    alone = [run(logits[row : row + 1], [params(temperature=t, logprobs=2)]).token_ids.item() for row, t in enumerate(temperatures)]
+    assert output.token_ids.tolist() == alone
+    if scale > 1:
+        assert output.token_ids.tolist() == logits.argmax(-1).tolist(), "nothing else has any weight"
 
 
 MIXED: list[dict[str, Any]] = [

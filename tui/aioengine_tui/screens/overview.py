@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar, NamedTuple
 
-from aioengine_tui.export import ExportTable
-from aioengine_tui.model.windows import HISTORY_LENGTH
+from aioengine_tui.model.metrics import HISTORY_LENGTH
+from aioengine_tui.model.state import DashboardState, Gauges, Series
 from aioengine_tui.screens.base import View
-from aioengine_tui.state import DashboardState, Gauges, Series
+from aioengine_tui.table_file import ExportTable
 from aioengine_tui.widgets.graph import bar, graph_lines
 from aioengine_tui.widgets.step_rows import STOP_WORDS, budget_bar, kind_tokens, step_header, step_line
 from aioengine_tui.widgets.text import Line, Part, fit_line, number, percent, rule, seconds, side_by_side

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 
-from aioengine_tui.export import ExportTable, Plain
+from aioengine_tui.model.state import DashboardState, StepRecord
 from aioengine_tui.screens.base import ListView
 from aioengine_tui.session import Session
-from aioengine_tui.state import DashboardState, StepRecord
+from aioengine_tui.table_file import ExportTable, Plain
 from aioengine_tui.themes import Palette
 from aioengine_tui.widgets.glyphs import KIND_LETTERS
 from aioengine_tui.widgets.lanes import lane_lines, lane_window

@@ -26,6 +26,12 @@ enum Format : int32_t {
   kQ4_K = 6,  // u4, scale and minimum f32 (products of two numbers in the file)
   kQ6_K = 7,  // i6 kept as i8, two scales f32 a group
   kQ5_0 = 8,  // i5 kept as i8, scale f16: packed as Q8_0
+  kQ5_K = 9,  // u5 kept as u8, scale and minimum f32
+  kQ5_1 = 10,    // packed as Q5_K
+  kIQ4_NL = 11,  // 16 numbers of 8 bits: packed as Q8_0
+  kIQ4_XS = 12,  // the same with a scale of two numbers, Q3_K with one for 16 columns, MXFP4 with a power of two: packed as Q6_K
+  kQ3_K = 13,
+  kMXFP4 = 14,
 };
 
 enum KvType : int32_t { kKvF32 = 0, kKvF16 = 1, kKvI8 = 2 };

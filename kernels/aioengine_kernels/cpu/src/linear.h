@@ -233,6 +233,7 @@ static void linear_exact(const LinearArgs* a) {
     case kQ8_0: return exact_quantized<kQ8_0>(*a);
     case kQ4_K: return exact_quantized<kQ4_K>(*a);
     case kQ6_K: return exact_quantized<kQ6_K>(*a);
+    case kQ5_K: return exact_quantized<kQ5_K>(*a);
   }
 }
 
@@ -244,6 +245,7 @@ static void linear_fast(const LinearArgs* a) {
 #if AIO_ISA != 2  // 8 bits by 8 take AVX2 as many instructions as 8 by 16
     case kQ8_0: return integer_format<kQ8_0, true>(*a);
     case kQ6_K: return integer_format<kQ6_K, true>(*a);
+    case kQ5_K: return integer_format<kQ5_K, true>(*a);
 #endif
     default: return linear_exact(a);  // dense weights have no integer form
   }

@@ -174,7 +174,8 @@ PanelLayout panel_layout(int32_t format, i64 k) {
     case kQ4_1: p.quants_per_group = 256, p.scales_per_group = 64; break;
     case kQ8_0: p.quants_per_group = 512, p.scales_per_group = 32; break;
     case kQ4_K: p.quants_per_group = 256, p.scales_per_group = 128; break;
-    case kQ6_K: p.quants_per_group = 512, p.scales_per_group = 128; break;
+    case kQ6_K:
+    case kQ5_K: p.quants_per_group = 512, p.scales_per_group = 128; break;
     default: break;
   }
   if (p.quants_per_group) p.bytes = groups * (p.quants_per_group + p.scales_per_group);

@@ -12,10 +12,10 @@ template <int F>
 struct Traits {
   static constexpr bool dense = F == kF32 || F == kF16 || F == kBF16;
   static constexpr bool nibbles = F == kQ4_0 || F == kQ4_1 || F == kQ4_K;
-  static constexpr bool minimum = F == kQ4_1 || F == kQ4_K;
-  static constexpr bool wide = F == kQ4_K || F == kQ6_K;  // float32 scales
+  static constexpr bool minimum = F == kQ4_1 || F == kQ4_K || F == kQ5_K;
+  static constexpr bool wide = F == kQ4_K || F == kQ6_K || F == kQ5_K;  // float32 scales
   static constexpr int halves = F == kQ6_K ? 2 : 1;       // scales a group
-  static constexpr int zero = nibbles ? (F == kQ4_0 ? 8 : 0) : 128;  // the quant that stands for 0
+  static constexpr int zero = minimum ? 0 : F == kQ4_0 ? 8 : 128;  // the quant that stands for 0
   static constexpr i64 quant_bytes = nibbles ? 256 : 512;
   static constexpr i64 scale_bytes = (wide ? 64 : 32) * (minimum || halves == 2 ? 2 : 1);
 };

@@ -1,0 +1,397 @@
+"""Steps built and sampled on a device that runs behind the host: no call here waits for it.
+
+Copies of the token table and the block table live on the device. A step sends what the host has learned since (new prompts,
+resumed histories, new blocks), the step's shape and its sampling parameters, all in one copy; kernels write the tables and
+gather the inputs. Sampled tokens stay in `last_sampled_tokens`, where the next step's gather reads them: the host counts them,
+and learns what they are later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from aioengine.attention.base import AttentionBatch
+from aioengine.config import LogprobsMode, SchedulerConfig
+from aioengine.core.scheduler_output import SchedulerOutput
+from aioengine.worker.block_table import BlockTable
+from aioengine.worker.input_batch import InputBatch, StepPlan, plan_step
+from aioengine.worker.pipeline.base import PaddedInputs, SampledRows, StepPipeline, sampled_rows
+from aioengine.worker.pipeline.staging import StagedArrays, Staging, staging_capacity
+from aioengine.worker.pipeline.transfers import Download, Transfers
+from aioengine.worker.request_state import RequestStates
+from aioengine.worker.sample.device_sampler import StagedSampling, sample_on_device, sampling_arrays, staged_sampling
+from aioengine.worker.sample.logprobs import make_entries
+from aioengine.worker.sample.sampler import NAN_LOGITS, NOTHING_ALLOWED
+from aioengine_kernels.batch_inputs import BatchInputs, RequestTables, StepRows, batch_inputs
+from aioengine_kernels.flash_decoding import MIN_SEGMENT_TOKENS, DecodeSplit, choose_segment_len, max_num_segments
+from aioengine_kernels.write_rows import write_rows
+
+IntArray = npt.NDArray[np.int32]
+_NO_PIECES: IntArray = np.zeros((0, 4), dtype=np.int32)
+_NO_VALUES: IntArray = np.zeros(0, dtype=np.int32)
+_NUM_TABLE_ARRAYS = 4  # of those a step sends: pieces and values for the token table, and for the block table
+_NUM_ROW_ARRAYS = 6  # then the fields of `StepRows`
+
+
+@dataclass(slots=True)
+class _TableWrites:
+    """Pieces of rows of one table, collected from a step's plan."""
+
+    pieces: list[tuple[int, int, int, int]] = field(default_factory=list)  # row, first column, length, first value
+    values: list[IntArray] = field(default_factory=list)
+    num_values: int = 0
+    max_length: int = 0
+
+    def add(self, row: int, column: int, values: IntArray) -> None:
+        length = len(values)
+        self.pieces.append((row, column, length, self.num_values))
+        self.values.append(values)
+        self.num_values += length
+        self.max_length = max(self.max_length, length)
+
+    def arrays(self) -> list[npt.NDArray[Any]]:
+        if not self.pieces:
+            return [_NO_PIECES, _NO_VALUES]
+        return [np.array(self.pieces, dtype=np.int32), np.concatenate(self.values)]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCut:
+    """How a step's decodes share out their cached positions (see `aioengine_kernels.flash_decoding`)."""
+
+    num_decodes: int
+    kv_start_loc: IntArray  # [num_reqs + 1]: sums of what the decodes see; requests behind them add nothing
+    segment_len: int
+    is_split: bool  # some decode has more than one segment
+
+    @property
+    def num_segments(self) -> int:
+        return self.num_decodes + int(self.kv_start_loc[-1]) // self.segment_len
+
+    def arrays(self) -> list[npt.NDArray[Any]]:
+        return [self.kv_start_loc, np.array([self.segment_len], dtype=np.int32)]
+
+
+def cut_decodes(plan: StepPlan, *, num_kv_heads: int, max_visible: int) -> DecodeCut:
+    """For a plan whose decodes come first."""
+    num_decodes = int((plan.num_scheduled == 1).sum())
+    visible = np.minimum(plan.seq_lens, max_visible)
+    visible[num_decodes:] = 0
+    longest, total = int(visible.max(initial=0)), int(visible.sum())
+    segment_len = choose_segment_len(num_positions=total, longest=longest, num_kv_heads=num_kv_heads)
+    kv_start_loc = np.zeros(len(visible) + 1, dtype=np.int32)
+    np.cumsum(visible, out=kv_start_loc[1:])
+    return DecodeCut(num_decodes, kv_start_loc, segment_len, longest > segment_len)
+
+
+def pipeline_bytes(scheduler: SchedulerConfig, *, block_size: int, vocab_size: int) -> int:
+    """Device memory of a `DevicePipeline`: its tables, its inputs, and both buffers of each staging."""
+    num_slots, num_tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+    num_columns = -(-scheduler.max_model_len // block_size)
+    staged = (
+        step_bytes(num_slots, max_model_len=scheduler.max_model_len, max_num_tokens=num_tokens, num_columns=num_columns),
+        bitmask_bytes(num_slots, vocab_size=vocab_size),
+        prompt_bytes(num_tokens),
+    )
+    tables = num_slots * 4 * (scheduler.max_model_len + 2 * num_columns)
+    return tables + 24 * num_tokens + 32 * (num_slots + 1) + sum(2 * staging_capacity(num_bytes) for num_bytes in staged)
+
+
+def bitmask_bytes(num_slots: int, *, vocab_size: int) -> int:
+    """Masks of all requests' grammars, their rows, and the alignment of the two."""
+    return num_slots * (-(-vocab_size // 8) + 8) + 32
+
+
+def prompt_bytes(max_num_tokens: int) -> int:
+    """Where the rows of prompt log-probabilities are, and their tokens."""
+    return 16 * max_num_tokens + 32
+
+
+_BYTES_PER_ROW = 256  # of a request in a step: the row's own arrays, its sampling parameters, and their alignment
+
+
+def step_bytes(num_slots: int, *, max_model_len: int, max_num_tokens: int, num_columns: int) -> int:
+    """What a step sends at most, but for many long prompts or long lists of biased tokens that start together."""
+    tokens = max_model_len + max_num_tokens  # a whole prompt whose first chunk this is, and others that fit into the step
+    return 4 * (tokens + 2 * num_columns) + num_slots * _BYTES_PER_ROW
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingRows:
+    """A step's tokens on their way to the host."""
+
+    download: Download
+    logprob_rows: list[int]
+    num_logprobs: list[int]
+    failed: dict[int, str]  # by row: those that could not be sampled for, as the host knows
+
+    def wait(self) -> SampledRows:
+        token_ids, best, *rest = self.download.wait()
+        failed = {row: NOTHING_ALLOWED if best[row] == -np.inf else NAN_LOGITS for row in (~np.isfinite(best)).nonzero()[0].tolist()}
+        failed |= self.failed
+        tokens = [[token] for token in token_ids.tolist()]
+        if not rest:
+            return SampledRows(tokens, failed=failed)
+        ids, values, ranks = (array.tolist() for array in rest)
+        entries = make_entries(ids, values, ranks, self.num_logprobs)
+        return SampledRows(tokens, {row: [entry] for row, entry in zip(self.logprob_rows, entries, strict=True)}, failed)
+
+
+class DevicePipeline(StepPipeline):
+    """See the module. Memory: the two tables, and the inputs of the largest step."""
+
+    def __init__(
+        self,
+        *,
+        states: RequestStates,
+        block_table: BlockTable,
+        transfers: Transfers,
+        max_num_tokens: int,
+        vocab_size: int,
+        num_kv_heads: int,
+        sliding_window: int | None = None,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
+    ) -> None:
+        self._states = states
+        self._logprobs_mode: LogprobsMode = logprobs_mode
+        self._block_table = block_table
+        self._transfers = transfers
+        self._vocab_size = vocab_size
+        self._eos_token_ids = torch.from_numpy(states.sampling.eos_token_ids).to(transfers.torch_device)  # [e] int64
+        self._num_kv_heads = num_kv_heads
+        self._max_visible = min(states.max_model_len, sliding_window or states.max_model_len)
+        num_slots, device = states.max_num_reqs, transfers.torch_device
+        num_columns = block_table.max_num_blocks_per_req
+        capacity = step_bytes(num_slots, max_model_len=states.max_model_len, max_num_tokens=max_num_tokens, num_columns=num_columns)
+        self._staging = Staging(transfers, capacity=capacity)
+        # Of their own: a step's arrays are read until after its bitmasks are sent, and until its prompt rows are.
+        self._bitmask_staging = Staging(transfers, capacity=bitmask_bytes(num_slots, vocab_size=vocab_size))
+        self._upload_staging = Staging(transfers, capacity=prompt_bytes(max_num_tokens))
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self._tables = RequestTables(
+            token_table=zeros(num_slots, states.max_model_len),
+            block_table=zeros(num_slots, num_columns),
+            last_sampled_tokens=zeros(num_slots),
+        )
+        self._inputs = BatchInputs(
+            input_ids=zeros(max_num_tokens, dtype=torch.int64),
+            positions=zeros(max_num_tokens, dtype=torch.int64),
+            slot_mapping=zeros(max_num_tokens, dtype=torch.int64) - 1,
+            seq_lens=zeros(num_slots),
+            logits_indices=zeros(num_slots, dtype=torch.int64),
+            block_table=zeros(num_slots, num_columns),
+            kv_start_loc=zeros(num_slots + 1),
+            segment_len=zeros(1) + MIN_SEGMENT_TOKENS,
+        )
+        # Tokens of each slot that the device's table holds; one more may be known, in `last_sampled_tokens`.
+        self._num_table_tokens: IntArray = np.zeros(num_slots, dtype=np.int32)
+        self._one_token_each = torch.arange(num_slots + 1, dtype=torch.int32, device=device)
+
+    # ------------------------------------------------------------------ inputs
+    def build_batch(self, out: SchedulerOutput) -> InputBatch:
+        if out.scheduled_spec_decode_tokens:
+            raise RuntimeError("guessed tokens can be checked on the CPU only: here the host does not wait for what was sampled")
+        token_writes, block_writes = self._collect_writes(out)
+        plan = plan_step(out, states=self._states, block_table=self._block_table, decodes_first=True)
+        num_tokens, limit = int(plan.query_start_loc[-1]), self._inputs.input_ids.shape[0]
+        assert num_tokens <= limit, f"a step of {num_tokens} tokens, but max_num_batched_tokens is {limit}"
+        cut = cut_decodes(plan, num_kv_heads=self._num_kv_heads, max_visible=self._max_visible)
+        rows = [*self._row_arrays(plan), *cut.arrays()]
+        sampled = plan.sampled
+        slots = plan.slots[sampled]
+        output_indices = plan.row_seq_lens - self._states.num_prompt_tokens[slots]
+        sampling = self._states.sampling.gather(slots, output_indices)
+        logits_indices = plan.query_start_loc[sampled + 1].astype(np.int64) - 1
+
+        staged = self._staging.stage(
+            [
+                *token_writes.arrays(),
+                *block_writes.arrays(),
+                *rows,
+                logits_indices,
+                *sampling_arrays(sampling, slots, vocab_size=self._vocab_size),
+            ]
+        )
+        first_of_rest = _NUM_TABLE_ARRAYS + _NUM_ROW_ARRAYS
+        self._write_tables(staged.tensors[:_NUM_TABLE_ARRAYS], token_writes, block_writes)
+        step_rows = StepRows(*staged.tensors[_NUM_TABLE_ARRAYS:first_of_rest])
+        max_query_len = int(plan.num_scheduled.max())
+        batch_inputs(self._tables, step_rows, self._inputs, block_size=self._block_table.block_size, max_query_len=max_query_len)
+        self._num_table_tokens[plan.slots] = np.maximum(self._num_table_tokens[plan.slots], plan.seq_lens)
+        return self._make_batch(
+            plan,
+            cut,
+            query_start_loc=step_rows.query_start_loc,
+            logits_indices=staged.tensors[first_of_rest],
+            sampling=staged_sampling(staged.tensors[first_of_rest + 1 :], sampling, token_table=self._tables.token_table),
+            arrays=staged,
+        )
+
+    def _collect_writes(self, out: SchedulerOutput) -> tuple[_TableWrites, _TableWrites]:
+        """What `out` added to the host's tables, which hold it already."""
+        tokens, blocks = _TableWrites(), _TableWrites()
+        states, table = self._states, self._block_table
+        for new in out.scheduled_new_reqs:
+            slot = self._slot(new.req_id)
+            self._replace_row(slot, len(new.prompt_token_ids), tokens, blocks)
+        cached = out.scheduled_cached_reqs
+        for req_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            slot = self._slot(req_id)
+            history = cached.all_token_ids.get(req_id)
+            if req_id in cached.resumed_req_ids:
+                assert history is not None, f"request {req_id!r} resumes without its tokens"
+                self._replace_row(slot, len(history), tokens, blocks)
+                continue
+            if history is not None and len(history) > self._num_table_tokens[slot]:
+                held = int(self._num_table_tokens[slot])
+                tokens.add(slot, held, states.token_ids[slot, held : len(history)])
+                self._num_table_tokens[slot] = len(history)
+            if block_ids is not None:
+                end = int(table.num_blocks[slot])
+                start = end - len(block_ids[0])
+                blocks.add(slot, start, table.array[slot, start:end])
+        return tokens, blocks
+
+    def _replace_row(self, slot: int, num_tokens: int, tokens: _TableWrites, blocks: _TableWrites) -> None:
+        tokens.add(slot, 0, self._states.token_ids[slot, :num_tokens])
+        blocks.add(slot, 0, self._block_table.array[slot, : int(self._block_table.num_blocks[slot])])
+        self._num_table_tokens[slot] = num_tokens
+
+    def _slot(self, req_id: str) -> int:
+        slot = self._states.slot_of(req_id)
+        assert slot is not None, f"request {req_id!r} is scheduled but the worker holds no slot for it"
+        return slot
+
+    def _row_arrays(self, plan: StepPlan) -> list[npt.NDArray[Any]]:
+        """The fields of `StepRows`. Raises RuntimeError if the step reads more than one token that only the device knows."""
+        num_table = np.minimum(self._num_table_tokens[plan.slots], self._states.num_known_tokens[plan.slots])
+        self._num_table_tokens[plan.slots] = num_table
+        beyond = (plan.seq_lens > num_table + 1).nonzero()[0]
+        if len(beyond):
+            i = int(beyond[0])
+            raise RuntimeError(
+                f"request {plan.req_ids[i]!r} is scheduled up to position {plan.seq_lens[i]}, but the device's table holds {num_table[i]} "
+                "tokens, and only the last sampled one can be added to them"
+            )
+        return [plan.slots.astype(np.int32), plan.query_start_loc, plan.starts, num_table]
+
+    def _write_tables(self, tensors: list[torch.Tensor], token_writes: _TableWrites, block_writes: _TableWrites) -> None:
+        token_pieces, token_values, block_pieces, block_values = tensors
+        if token_writes.pieces:
+            write_rows(self._tables.token_table, token_pieces, token_values, max_length=token_writes.max_length)
+        if block_writes.pieces:
+            write_rows(self._tables.block_table, block_pieces, block_values, max_length=block_writes.max_length)
+
+    def _make_batch(
+        self,
+        plan: StepPlan,
+        cut: DecodeCut,
+        *,
+        query_start_loc: torch.Tensor,
+        logits_indices: torch.Tensor,
+        sampling: StagedSampling,
+        arrays: StagedArrays,
+    ) -> InputBatch:
+        inputs, num_reqs, num_tokens = self._inputs, len(plan.req_ids), int(plan.query_start_loc[-1])
+        return InputBatch(
+            req_ids=plan.req_ids,
+            num_reqs=num_reqs,
+            num_tokens=num_tokens,
+            max_query_len=int(plan.num_scheduled.max()),
+            max_seq_len=int(plan.seq_lens.max()),
+            idx_mapping_np=plan.slots,
+            query_start_loc=query_start_loc,
+            query_start_loc_np=plan.query_start_loc,
+            seq_lens=inputs.seq_lens[:num_reqs],
+            seq_lens_np=plan.seq_lens,
+            input_ids=inputs.input_ids[:num_tokens],
+            positions=inputs.positions[:num_tokens],
+            slot_mapping=inputs.slot_mapping[:num_tokens],
+            block_table=inputs.block_table[:num_reqs],
+            logits_indices=logits_indices,
+            sampled_np=plan.sampled,
+            row_seq_lens_np=plan.row_seq_lens,
+            staged=sampling,
+            arrays=arrays,
+            num_decodes=cut.num_decodes,
+            split=DecodeSplit(inputs.kv_start_loc, inputs.segment_len, cut.num_segments, cut.is_split),
+            max_chunk_seq_len=int(plan.seq_lens[cut.num_decodes :].max(initial=0)),
+        )
+
+    def padded_inputs(self, size: int) -> PaddedInputs:
+        inputs = self._inputs
+        attention = AttentionBatch(
+            num_reqs=size,
+            num_tokens=size,
+            max_query_len=1,
+            max_seq_len=self._states.max_model_len,
+            query_start_loc=self._one_token_each[: size + 1],
+            query_start_loc_np=np.arange(size + 1, dtype=np.int32),
+            seq_lens=inputs.seq_lens[:size],
+            seq_lens_np=np.zeros(size, dtype=np.int32),
+            block_table=inputs.block_table[:size],
+            slot_mapping=inputs.slot_mapping[:size],
+            num_decodes=size,
+            split=DecodeSplit(
+                inputs.kv_start_loc,
+                inputs.segment_len,
+                num_segments=max_num_segments(num_reqs=size, num_kv_heads=self._num_kv_heads),
+                is_split=self._max_visible > MIN_SEGMENT_TOKENS,
+            ),
+        )
+        return PaddedInputs(inputs.input_ids[:size], inputs.positions[:size], attention)
+
+    # ------------------------------------------------------------------ sampling
+    def sample(self, logits: torch.Tensor, batch: InputBatch, *, bitmasks: Mapping[int, bytes]) -> _PendingRows:
+        staged = batch.staged
+        assert staged is not None
+        num_bytes = -(-self._vocab_size // 8)
+        too_short = {row: len(bitmask) for row, bitmask in bitmasks.items() if len(bitmask) < num_bytes}
+        whole = {row: bitmask for row, bitmask in bitmasks.items() if row not in too_short}
+        allowed = self._send_bitmasks(whole) if whole else None
+        samples = sample_on_device(
+            logits,
+            staged,
+            last_sampled_tokens=self._tables.last_sampled_tokens,
+            allowed=allowed,
+            eos_token_ids=self._eos_token_ids,
+            logprobs_mode=self._logprobs_mode,
+        )
+        req_ids, slots, _ = sampled_rows(batch, self._states)
+        self._states.count_sampled(req_ids, slots)
+        failed = {row: f"a bitmask of {size} bytes does not cover {self._vocab_size} tokens" for row, size in too_short.items()}
+        return _PendingRows(self._transfers.download(samples.tensors()), staged.logprob_rows_np.tolist(), staged.num_logprobs, failed)
+
+    def _send_bitmasks(self, bitmasks: Mapping[int, bytes]) -> tuple[torch.Tensor, torch.Tensor]:
+        num_bytes = -(-self._vocab_size // 8)
+        bits = np.zeros((len(bitmasks), num_bytes), dtype=np.uint8)
+        for place, bitmask in enumerate(bitmasks.values()):
+            bits[place] = np.frombuffer(bitmask, dtype=np.uint8, count=num_bytes)
+        rows, bits_tensor = self._send(self._bitmask_staging, [np.fromiter(bitmasks, dtype=np.int64, count=len(bitmasks)), bits])
+        return rows, bits_tensor
+
+    def upload(self, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
+        return self._send(self._upload_staging, arrays)
+
+    def _send(self, staging: Staging, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
+        """The arrays as tensors in memory of their own, without waiting for the device."""
+        staged = staging.stage(arrays)
+        tensors = [tensor.clone() for tensor in staged.tensors]
+        staged.release()
+        return tensors
+
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> Download:
+        return self._transfers.download(tensors)
+
+    def end_step(self, batch: InputBatch) -> None:
+        assert batch.arrays is not None
+        batch.arrays.release()
