@@ -135,7 +135,7 @@ class ScriptedEngine(AsyncEngine):
         self._play = Play(script or Script())
         super().__init__(model, executor=ScriptedExecutor(self._play), tokenizer=ScriptedTokenizer(), **options)
 
-    async def generate(
+    async def generate(  # type: ignore[override]  # a generator does for the server, which never cancels a single anext()
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from starlette.responses import Response
 from aioengine.engine.async_engine import AsyncEngine
 from aioengine.engine.detokenizer import TextTokenizer
 from aioengine.engine.input_processor import Prompt
+from aioengine.engine.output_stream import OutputStream
 from aioengine.errors import AioEngineError, EngineDeadError
 from aioengine.outputs import RequestOutput
 from aioengine.sampling_params import SamplingParams
@@ -47,9 +48,7 @@ class Started:
 
     __slots__ = ("_on_end", "first", "latest", "stream")
 
-    def __init__(
-        self, first: RequestOutput, stream: AsyncGenerator[RequestOutput, None], *, on_end: Callable[[Started], None] | None = None
-    ) -> None:
+    def __init__(self, first: RequestOutput, stream: OutputStream, *, on_end: Callable[[Started], None] | None = None) -> None:
         self.first = self.latest = first
         self.stream = stream
         self._on_end = on_end

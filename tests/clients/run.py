@@ -176,7 +176,7 @@ def _is_healthy(url: str) -> bool:
 # ------------------------------------------------------------------ running them
 def prepare(out: Path) -> tuple[Path, dict[str, str]]:
     """What some of the clients need beside their packages: the model's tokenizer, a hub folder, a task. Returns folder and variables."""
-    from aioengine.checkpoint.hub import resolve_model
+    from aioengine.models.info import resolve_model
 
     tokenizer = resolve_model(MODEL).folder
     snapshots = out / "hub" / "models--local--smollm2"
