@@ -7,7 +7,6 @@ later (the number of KV blocks) is an argument to whoever needs it and never wri
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import re
 from dataclasses import dataclass
@@ -16,8 +15,9 @@ from typing import Any, Literal
 from aioengine.checks.settings import INT64_MAX, docstring, read_text, setting, settings_of
 from aioengine.checks.values import listed, number, shorten
 from aioengine.errors import ConfigError
+from aioengine.printable import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceType = Literal["cpu", "cuda"]

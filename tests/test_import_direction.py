@@ -18,7 +18,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "printable": set(),
     "checks": {"errors"},
-    "config": {"errors", "checks"},
+    "config": {"errors", "checks", "printable"},
     "sampling_params": {"errors", "checks"},
     "outputs": set(),
     "request": {"outputs", "sampling_params"},

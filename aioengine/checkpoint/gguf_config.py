@@ -6,7 +6,6 @@ a little differently from how it was trained answers fluently and wrong. Meaning
 
 from __future__ import annotations
 
-import logging
 import math
 import struct
 from collections.abc import Mapping, Sequence
@@ -17,8 +16,9 @@ from aioengine.checkpoint.gguf import ARCHITECTURES, ROPE_FACTORS, GGUFFile, bia
 from aioengine.checkpoint.gguf_header import ArrayInfo
 from aioengine.checkpoint.gguf_vocabulary import Vocabulary
 from aioengine.errors import ModelError
+from aioengine.printable import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _MAX_FREQUENCIES = 1 << 12  # half of a head's size
 # Keys without a part in what the model computes.

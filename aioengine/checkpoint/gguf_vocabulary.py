@@ -7,7 +7,6 @@ ends a turn.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -17,8 +16,9 @@ from aioengine.checkpoint.gguf import GGUFFile
 from aioengine.checkpoint.gguf_header import ArrayInfo
 from aioengine.checkpoint.gguf_split import SPLITTINGS
 from aioengine.errors import ModelError
+from aioengine.printable import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _PREFIX = "tokenizer.ggml."
 # What to do with a `tokenizer.ggml.model` that cannot be converted so that its ids are llama.cpp's.

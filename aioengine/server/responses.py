@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncGenerator
 from functools import partial
@@ -13,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from aioengine.errors import AioEngineError
+from aioengine.printable import get_logger
 from aioengine.server.errors import RequestError, error_response, json_response, problem_of
 from aioengine.server.messages_in import Message, tool_call
 from aioengine.server.response_events import ResponseEvents
@@ -32,7 +32,7 @@ from aioengine.server.service import Service, new_id
 from aioengine.server.sse import EventStream
 from aioengine.server.turn import Turn, TurnRequest, start_turn
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class Responses:

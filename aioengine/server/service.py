@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
@@ -20,6 +19,7 @@ from aioengine.engine.outputs.detokenizer import TextTokenizer
 from aioengine.engine.outputs.output_stream import OutputStream
 from aioengine.errors import AioEngineError, EngineDeadError
 from aioengine.outputs import RequestOutput
+from aioengine.printable import get_logger
 from aioengine.sampling_params import SamplingParams
 from aioengine.server.errors import Problem, RequestError, error_response, problem_of
 from aioengine.server.limits import BodyBudget, check_num_items, check_num_values, read_body
@@ -31,7 +31,7 @@ from aioengine.server.settings import ServerSettings
 from aioengine.server.timing import Determinism, timing_headers
 from aioengine.server.tracing import RequestTracer
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
@@ -13,10 +12,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from aioengine.errors import AioEngineError
+from aioengine.printable import get_logger
 from aioengine.server.errors import RequestError, error_object, problem_of
 from aioengine.server.limits import SendWatch
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 _ENCODER = msgspec.json.Encoder()
