@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from aioengine_kernels._triton import cdiv, jit, next_power_of_2, tl, use_triton
+from aioengine_kernels.inverse_cdf import inverse_cdf
 from aioengine_kernels.philox import uniform
 
 _BLOCK = 2048
@@ -107,18 +108,6 @@ def _draw_kernel(
         tl.store(last_sampled_ptr + slot, token, mask=slot >= 0)
 
 
-def inverse_cdf(
-    weights: torch.Tensor,  # [n, width] >= 0; they need not add up to 1
-    numbers: torch.Tensor,  # [n] float64 in [0, 1)
-) -> torch.Tensor:  # [n] int64, below width
-    """The first index whose cumulative weight exceeds number * total: never one of weight 0."""
-    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
-    target = numbers[:, None] * cumulative[:, -1:]
-    index = torch.searchsorted(cumulative, target, right=True)[:, 0]
-    # Only weights that are NaN get past the end.
-    return index.clamp_(max=weights.shape[1] - 1)
-
-
 def draw_tokens_ref(
     logits: torch.Tensor,
     *,
@@ -163,7 +152,7 @@ def draw_tokens_triton(
     best_token = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=logits.device)
     mass = torch.empty(num_rows, num_chunks, dtype=torch.float64, device=logits.device)
     _weigh_chunks_kernel[(num_rows, num_chunks)](
-        logits, temperature, best_value, best_token, mass, logits.stride(0), vocab_size, BLOCK=_BLOCK, num_warps=4
+        logits, temperature, best_value, best_token, mass, logits.stride(0), vocab_size, BLOCK=_BLOCK, num_warps=8
     )
     scatter = idx_mapping is not None and last_sampled_tokens is not None
     _draw_kernel[(num_rows,)](
