@@ -2,11 +2,12 @@
 #
 #   make setup   build .venv with every version pinned in constraints.txt
 #   make demo    watch the engine at work (where the output is no terminal: run eight prompts through it)
-#   make test    run all tests
+#   make test    run all tests, two at a time (make test TEST_JOBS=8)
 #   make lint    ruff and mypy --strict
 #   make clean   remove caches and build outputs (make distclean: .venv too)
 
 PYTHON ?= python3
+TEST_JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
@@ -28,7 +29,7 @@ demo: setup
 	@if [ -t 1 ]; then $(BIN)/aioengine top --demo; else $(BIN)/aioengine demo; fi
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal $(if $(TEST_MARKS),-m "$(TEST_MARKS)")
 
 lint: setup
 	$(BIN)/ruff check .

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.modified import newer_group
 
 SOURCE = Path("kernels/aioengine_kernels/cpu/src")
 # No contraction: whether a product and a sum are fused must not depend on the tile that the compiler looks at.
@@ -34,7 +35,7 @@ NATIVE = Extension(
 
 
 class BuildNative(build_ext):
-    """Compiles each source with its own flags."""
+    """Compiles each source with its own flags, if it or a header is newer than what was compiled of it."""
 
     def build_extension(self, ext: Extension) -> None:
         threads = ["-pthread"]
@@ -42,7 +43,10 @@ class BuildNative(build_ext):
         objects: list[str] = []
         for source in ext.sources:
             flags = [*COMMON_FLAGS, *threads, *(UNIT_FLAGS.get(Path(source).name, ()) if x86 else ())]
-            objects += self.compiler.compile([source], output_dir=self.build_temp, extra_postargs=flags, depends=ext.depends)
+            built = self.compiler.object_filenames([source], output_dir=self.build_temp)
+            if self.force or newer_group([source, *ext.depends], built[0]):
+                built = self.compiler.compile([source], output_dir=self.build_temp, extra_postargs=flags)
+            objects += built
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         self.compiler.link_shared_object(objects, str(target), extra_postargs=threads, target_lang="c++")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from aioengine.config import EngineConfig
     from aioengine.core.scheduler_output import SchedulerOutput
     from aioengine.engine.async_engine import AsyncEngine
-    from aioengine.engine.output_stream import OutputStream
+    from aioengine.engine.outputs.output_stream import OutputStream
     from aioengine.errors import (
         AioEngineError,
         ConfigError,
@@ -38,7 +38,7 @@ _MODULES = {
     "EngineOverloadedError": "aioengine.errors",
     "InvalidRequestError": "aioengine.errors",
     "ModelError": "aioengine.errors",
-    "OutputStream": "aioengine.engine.output_stream",
+    "OutputStream": "aioengine.engine.outputs.output_stream",
     "RepetitionDetectionParams": "aioengine.sampling_params",
     "RequestMetrics": "aioengine.outputs",
     "RequestOutput": "aioengine.outputs",

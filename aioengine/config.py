@@ -13,8 +13,9 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from aioengine.checks.settings import INT64_MAX, docstring, read_text, setting, settings_of
+from aioengine.checks.values import listed, number, shorten
 from aioengine.errors import ConfigError
-from aioengine.values import flag, listed, number, shorten, surrogate_at, text, whole
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +26,8 @@ LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "proc
 Weights = Literal["auto", "dense", "exact", "fast"]
 KvCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"]
 
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
-_POLICIES = ("fcfs", "priority")
-_LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
-_WEIGHTS = ("auto", "dense", "exact", "fast")
-_KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "fp8")
 _MAX_GPU_MEMORY_UTILIZATION = 0.97  # the driver, libraries and the allocator's gaps need the rest while serving
+_MAX_LOGITS_PROCESSORS = 64
 _DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 # A chunk of this size keeps one step of a 135M model under a second on two cores, so that others keep streaming.
 _DEFAULT_MAX_NUM_BATCHED_TOKENS_CPU = 512
@@ -67,7 +64,7 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = 0  # 0: no limit on one request's share of a step
     policy: SchedulingPolicy = "fcfs"
     async_scheduling: bool = True
-    # Guess up to num_speculative_tokens by n-gram look-up; 0: none. The n-gram's length is in [min, max].
+    # Up to num_speculative_tokens draft tokens from n-grams; 0: none. The n-gram's length is in [min, max].
     num_speculative_tokens: int = 0
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
@@ -138,122 +135,157 @@ class ResolvedConfig:
         return dataclasses.replace(self, scheduler=dataclasses.replace(scheduler, max_model_len=num_tokens))
 
 
+def _read_device(name: str, value: object) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", value):
+        raise ConfigError(f'{name} must be auto, cpu, cuda or one of several GPUs, such as "cuda:1"; got {shorten(value)}')
+    return value
+
+
+def _read_share(name: str, value: object) -> float:
+    share = number(value)
+    if share is None or not 0 < share <= _MAX_GPU_MEMORY_UTILIZATION:
+        raise ConfigError(
+            f"{name} must be in (0, {_MAX_GPU_MEMORY_UTILIZATION}], got {shorten(value)}: "
+            "the driver and libraries take memory while serving"
+        )
+    return share
+
+
+def _read_seconds(name: str, value: object) -> float:
+    seconds = number(value)
+    if seconds is None or seconds <= 0:
+        raise ConfigError(f"{name} must be > 0 and finite, or None, got {shorten(value)}")
+    return seconds
+
+
+def _read_logits_processors(name: str, value: object) -> tuple[str, ...]:
+    names = listed(value, most=_MAX_LOGITS_PROCESSORS)
+    if names is None or len(names) > _MAX_LOGITS_PROCESSORS:
+        raise ConfigError(f'{name} must be a list of at most {_MAX_LOGITS_PROCESSORS} "module:name" strings, got {shorten(names)}')
+    return tuple(read_text(name, item) for item in names)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """The settings of an engine; the names are vLLM's where vLLM has them. `None` and "auto" mean: decide for me.
-
-    model: a built-in alias ("smollm2"), a local folder, a `.gguf` file, or a Hugging Face repository id.
-    tokenizer: a folder or repository to take the tokenizer from, when it is not the model's own.
-    dtype: of weights and activations. auto: float32 on CPU; on CUDA the checkpoint's own, but bfloat16 for float32 ones, which
-        would take twice the memory and several times the time.
-    device: "cpu", "cuda" or, of several GPUs, "cuda:1"; auto takes CUDA if there is one.
-    weights: how the CPU multiplies. exact: on weights as packed in the checkpoint: float32 ones in float32, quantized ones
-        with activations of 16 bits (some 1e-5 from float32). fast: with those of the layers rounded to 8 bits, but for the
-        groups that stand out of their row. dense: dequantized, with PyTorch's own kernels: the reference. auto, if `dtype`
-        was left to the engine: fast for a quantized model, exact for others, dense where neither is possible. CUDA is
-        always dense.
-    kv_cache_dtype: of the stored keys and values. auto: the dtype, but float16 with fast weights. int8: on the CPU. fp8 (e4m3,
-        unscaled): half the memory of bfloat16, on GPUs of compute capability 8.9.
-    max_model_len: prompt and output together, in tokens. auto: the model's own limit, or what the memory of the KV cache holds
-        of one request if that is less; the log says so. A number that does not fit is an error.
-    max_num_seqs: requests that run at once. max_num_batched_tokens: tokens of one step.
-    enable_chunked_prefill: split prompts that do not fit into a step's budget.
-    long_prefill_token_threshold: while others run or wait, no request takes more tokens of one step than this; 0: no limit.
-    scheduling_policy: "fcfs", or "priority" (a lower number first, then by arrival).
-    async_scheduling: schedule the next step while the current one runs. False: one step at a time, same tokens.
-    block_size: tokens a KV block. num_kv_cache_blocks: how many, the null block included; auto: from memory.
-    kv_cache_memory_bytes: most memory the KV cache may take on CPU (auto: 1 GiB, or half of what is free if less).
-    gpu_memory_utilization: share of the GPU's memory for weights, activations and KV cache together, at most 0.97.
-    enable_prefix_caching: reuse the KV blocks of equal prompt prefixes. prefix_caching_seed: fixes the block hashes.
-    zero_new_blocks: clear KV blocks before use. No attention backend here needs it: none reads a slot that was not written.
-    attention_backend: a registered backend's name; auto takes the first that fits.
-    enforce_eager: no CUDA graphs. num_threads: CPU threads of the model; auto: all cores.
-    seed: where requests without a seed get theirs from; None: the operating system.
-    check_invariants: check the scheduler's books after every call (slow). auto: if AIOENGINE_CHECK=1.
-    logprobs_mode: what `logprobs` report. raw: before penalties, masks and temperature; processed: after them.
-        ..._logprobs: log-probabilities; ..._logits: the logits themselves.
-    logits_processors: "module:name" of batch-level logits processors (see aioengine/worker/sample/logits_processor.py).
-    num_speculative_tokens: guess up to that many tokens ahead by n-gram look-up, and check them in one step; 0: off. The output
-        stays the same; it pays for text that repeats itself (see aioengine/core/ngram_proposer.py). On the CPU only, and steps
-        do not overlap then. prompt_lookup_min, prompt_lookup_max: the shortest and the longest n-gram that is looked up.
-    max_num_queued_reqs, max_num_queued_tokens: more than that may not wait; a new request that would gets
-        EngineOverloadedError. A request counts n times, and waits at least until the next step is scheduled. None: no limit.
-    step_timeout_s: a step that takes longer ends the engine, with a message that says which. Time counts while the worker
-        has the step, compiling kernels in the first steps included. None: wait for ever.
-    """
-
-    model: str = "smollm2"
-    tokenizer: str | None = None
-    dtype: Dtype = "auto"
-    device: str = "auto"
-    weights: Weights = "auto"
-    kv_cache_dtype: KvCacheDtype = "auto"
-    max_model_len: int | Literal["auto"] | None = "auto"
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int | None = None
-    enable_chunked_prefill: bool = True
-    long_prefill_token_threshold: int = 0
-    scheduling_policy: SchedulingPolicy = "fcfs"
-    async_scheduling: bool = True
-    block_size: int = 16
-    num_kv_cache_blocks: int | None = None
-    kv_cache_memory_bytes: int | None = None
-    gpu_memory_utilization: float = 0.9
-    enable_prefix_caching: bool = True
-    prefix_caching_seed: str | None = None
-    zero_new_blocks: bool = False
-    attention_backend: str = "auto"
-    enforce_eager: bool = False
-    num_threads: int | None = None
-    seed: int | None = None
-    check_invariants: bool | None = None
-    logprobs_mode: LogprobsMode = "raw_logprobs"
-    logits_processors: tuple[str, ...] = ()
-    num_speculative_tokens: int = 0
-    prompt_lookup_min: int = 2
-    prompt_lookup_max: int = 4
-    max_num_queued_reqs: int | None = None
-    max_num_queued_tokens: int | None = None
-    step_timeout_s: float | None = None
+    model: str = setting("smollm2", 'built-in alias ("smollm2"), folder, .gguf file or Hugging Face repository')
+    tokenizer: str | None = setting(None, "folder or repository to take the tokenizer from", unset="the model's own")
+    dtype: Dtype = setting(
+        "auto",
+        "of weights and activations",
+        unset="auto, float32 on CPU, the checkpoint's own on CUDA",
+        more="What is stored in float32 runs in bfloat16 on CUDA: it would take twice the memory and several times the time.",
+    )
+    device: str = setting("auto", "where the model runs: cpu, cuda or cuda:N", unset="auto, CUDA if there is one", read=_read_device)
+    weights: Weights = setting(
+        "auto",
+        "how the CPU multiplies: exact on the packed weights (some 1e-5 from float32); fast, with activations of mostly 8 bits; "
+        "dense, the float32 reference",
+        unset="auto, fast for a quantized model, exact for others, unless --dtype is given or the machine cannot",
+        more="exact multiplies float32 weights in float32, quantized ones with activations of 16 bits. fast rounds those of the layers to "
+        "8 bits, but for the groups that stand out of their row. dense takes dequantized weights and PyTorch's own kernels. CUDA is "
+        "always dense.",
+    )
+    kv_cache_dtype: KvCacheDtype = setting(
+        "auto",
+        "of the stored keys and values; fp8 on GPUs",
+        unset="auto, the dtype; float16 where the weights are fast",
+        more="int8 is for the CPU. fp8 (e4m3, unscaled) takes half the memory of bfloat16, on GPUs of compute capability 8.9.",
+    )
+    max_model_len: int | Literal["auto"] | None = setting(
+        "auto",
+        "longest prompt and output together, in tokens",
+        unset="auto, the model's limit or what the KV cache holds",
+        more="The log says if the memory of the KV cache holds less of one request than the model's limit. A number that does not fit "
+        "is an error.",
+        least=2,  # one token in, one token out
+    )
+    max_num_seqs: int = setting(64, "requests that run at once", least=1, most=1 << 16)
+    max_num_batched_tokens: int | None = setting(None, "tokens of one step", unset="512 on CPU, 2048 on CUDA", least=1)
+    enable_chunked_prefill: bool = setting(True, "split prompts that do not fit into one step", unset="yes")
+    long_prefill_token_threshold: int = setting(0, "most tokens of one step for one request while others run or wait; 0: no limit")
+    scheduling_policy: SchedulingPolicy = setting(
+        "fcfs", "order of waiting requests", more="priority: a lower number first, equals by arrival; fcfs: by arrival."
+    )
+    async_scheduling: bool = setting(
+        True, "schedule the next step while the current one runs", unset="yes", more="Off: one step at a time, with the same tokens."
+    )
+    block_size: int = setting(16, "tokens a KV-cache block", least=1, most=1 << 16)
+    num_kv_cache_blocks: int | None = setting(
+        None,
+        "KV-cache blocks, the null block included",
+        unset="as many as the memory allows",
+        least=2,  # the null block and one more
+        most=1 << 24,  # each takes memory of the host's too
+    )
+    kv_cache_memory_bytes: int | None = setting(
+        None, "most memory for the KV cache on CPU", unset="1GiB, or half of what is free if less", least=1, most=INT64_MAX
+    )
+    gpu_memory_utilization: float = setting(
+        0.9,
+        f"share of the GPU's memory to use, at most {_MAX_GPU_MEMORY_UTILIZATION}",
+        more="Weights, activations and KV cache together.",
+        read=_read_share,
+    )
+    enable_prefix_caching: bool = setting(True, "reuse the KV cache of equal prompt beginnings", unset="yes")
+    prefix_caching_seed: str | None = setting(None, "fixes the block hashes", unset="random, other ones in each process", may_be_empty=True)
+    zero_new_blocks: bool = setting(
+        False,
+        "clear KV-cache blocks before use",
+        unset="no",
+        more="No attention backend here needs it: none reads a slot that was not written.",
+    )
+    attention_backend: str = setting("auto", "attention implementation", unset="auto, the first that fits")
+    enforce_eager: bool = setting(False, "no CUDA graphs", unset="no")
+    num_threads: int | None = setting(None, "CPU threads of the model", unset="all cores", least=1, most=4096)
+    seed: int | None = setting(None, "where requests without a seed of their own get it from", unset="the operating system", most=2**64 - 1)
+    check_invariants: bool | None = setting(None, "check the scheduler's books after every call, slow", unset="no, or AIOENGINE_CHECK=1")
+    logprobs_mode: LogprobsMode = setting(
+        "raw_logprobs",
+        "what logprobs report: before (raw) or after (processed) penalties, masks and temperature",
+        more="..._logprobs: log-probabilities; ..._logits: the logits themselves.",
+    )
+    logits_processors: tuple[str, ...] = setting(
+        (),
+        "a batch-level logits processor, MODULE:NAME",
+        unset="none",
+        more="A list of them; see aioengine/worker/sample/logits_processor.py.",
+        read=_read_logits_processors,
+    )
+    num_speculative_tokens: int = setting(
+        0,
+        "draft N tokens ahead from n-grams and check them in one step; 0: off",
+        most=1024,
+        more="The output stays the same; it pays for text that repeats itself (see aioengine/core/ngram_proposer.py). On the CPU only, "
+        "and steps do not overlap then.",
+    )
+    prompt_lookup_min: int = setting(2, "shortest n-gram that is looked up for a draft token", least=1, most=1024)
+    prompt_lookup_max: int = setting(4, "longest n-gram that is looked up for a draft token", least=1, most=1024)
+    max_num_queued_reqs: int | None = setting(
+        None,
+        "refuse requests while that many wait",
+        unset="no limit",
+        more="A new one gets EngineOverloadedError. A request counts n times, and waits at least until the next step is scheduled.",
+        least=1,
+        most=INT64_MAX,
+    )
+    max_num_queued_tokens: int | None = setting(
+        None, "refuse requests while those that wait have that many prompt tokens", unset="no limit", least=1, most=INT64_MAX
+    )
+    step_timeout_s: float | None = setting(
+        None,
+        "end the engine if a step takes longer, in seconds",
+        unset="no limit",
+        more="A message says which step. Time counts while the worker has it, compiling kernels in the first steps included.",
+        read=_read_seconds,
+    )
 
     def __post_init__(self) -> None:
-        for name, allowed in _CHOICES.items():
-            _one_of(name, getattr(self, name), allowed)
-        _check_device(self.device)
-        for name in _FLAGS:
-            object.__setattr__(self, name, _flag(name, getattr(self, name)))
-        for name, (least, most, optional) in _WHOLE_RANGES.items():
-            value = getattr(self, name)
-            if name == "max_model_len" and value == "auto":
-                continue
-            object.__setattr__(self, name, None if optional and value is None else _whole(name, value, least=least, most=most))
-        for name, optional in _TEXTS.items():
-            value = getattr(self, name)
-            object.__setattr__(self, name, None if optional and value is None else _text(name, value))
-        names = listed(self.logits_processors, most=_MAX_LOGITS_PROCESSORS)
-        if names is None or len(names) > _MAX_LOGITS_PROCESSORS:
-            raise ConfigError(
-                f'logits_processors must be a list of at most {_MAX_LOGITS_PROCESSORS} "module:name" strings, got {shorten(names)}'
-            )
-        object.__setattr__(self, "logits_processors", tuple(_text("logits_processors", name) for name in names))
+        for item in SETTINGS:
+            object.__setattr__(self, item.name, item.read(getattr(self, item.name)))
         if self.prompt_lookup_max < self.prompt_lookup_min:
             raise ConfigError(
                 f"prompt_lookup_max must be an integer >= {self.prompt_lookup_min} (prompt_lookup_min), got {self.prompt_lookup_max}"
             )
-        if self.check_invariants is not None:
-            object.__setattr__(self, "check_invariants", _flag("check_invariants", self.check_invariants))
-        if self.step_timeout_s is not None:
-            seconds = number(self.step_timeout_s)
-            if seconds is None or seconds <= 0:
-                raise ConfigError(f"step_timeout_s must be > 0 and finite, or None, got {shorten(self.step_timeout_s)}")
-            object.__setattr__(self, "step_timeout_s", seconds)
-        share = number(self.gpu_memory_utilization)
-        if share is None or not 0 < share <= _MAX_GPU_MEMORY_UTILIZATION:
-            raise ConfigError(
-                f"gpu_memory_utilization must be in (0, {_MAX_GPU_MEMORY_UTILIZATION}], got {shorten(self.gpu_memory_utilization)}: "
-                "the driver and libraries take memory while serving"
-            )
-        object.__setattr__(self, "gpu_memory_utilization", share)
 
     @classmethod
     def from_options(cls, model: str | EngineConfig, options: dict[str, Any]) -> EngineConfig:
@@ -380,7 +412,7 @@ class EngineConfig:
             enable_chunked_prefill=self.enable_chunked_prefill,
             long_prefill_token_threshold=self.long_prefill_token_threshold,
             policy=self.scheduling_policy,
-            # Guesses continue known tokens, so the step before has to be over.
+            # Draft tokens continue known tokens, so the step before has to be over.
             async_scheduling=self.async_scheduling and self.num_speculative_tokens == 0,
             num_speculative_tokens=self.num_speculative_tokens,
             prompt_lookup_min=self.prompt_lookup_min,
@@ -394,64 +426,11 @@ def default_kv_cache_bytes(free_memory_bytes: int) -> int:
     return min(_DEFAULT_CPU_KV_CACHE_BYTES, free_memory_bytes // 2)
 
 
-_CHOICES = {
-    "dtype": _DTYPES,
-    "weights": _WEIGHTS,
-    "kv_cache_dtype": _KV_CACHE_DTYPES,
-    "scheduling_policy": _POLICIES,
-    "logprobs_mode": _LOGPROBS_MODES,
-}
-_FLAGS = ("enable_chunked_prefill", "async_scheduling", "enable_prefix_caching", "zero_new_blocks", "enforce_eager")
-_TEXTS = {"model": False, "tokenizer": True, "prefix_caching_seed": True, "attention_backend": False}  # whether None may be said
-_MAX_LOGITS_PROCESSORS = 64
-_INT32, _INT64 = 2**31 - 1, 2**63 - 1
-_WHOLE_RANGES: dict[str, tuple[int, int, bool]] = {  # from, to, whether None may be said
-    "max_num_seqs": (1, 1 << 16, False),
-    "block_size": (1, 1 << 16, False),
-    "prompt_lookup_min": (1, 1024, False),
-    "prompt_lookup_max": (1, 1024, False),
-    "long_prefill_token_threshold": (0, _INT32, False),
-    "num_speculative_tokens": (0, 1024, False),
-    "max_model_len": (2, _INT32, True),  # one token in, one token out
-    "max_num_batched_tokens": (1, _INT32, True),
-    "num_kv_cache_blocks": (2, 1 << 24, True),  # the null block and one more; each takes memory of the host's too
-    "kv_cache_memory_bytes": (1, _INT64, True),
-    "num_threads": (1, 4096, True),
-    "seed": (0, 2**64 - 1, True),
-    "max_num_queued_reqs": (1, _INT64, True),
-    "max_num_queued_tokens": (1, _INT64, True),
-}
-
-
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if not isinstance(value, str) or value not in allowed:
-        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {shorten(value)}")
-
-
-def _whole(name: str, value: object, *, least: int, most: int) -> int:
-    plain = whole(value)
-    if plain is None or plain < least:
-        raise ConfigError(f"{name} must be an integer >= {least}, got {shorten(value)}")
-    if plain > most:
-        raise ConfigError(f"{name} must be an integer <= {most}, got {shorten(value)}")
-    return plain
-
-
-def _flag(name: str, value: object) -> bool:
-    plain = flag(value)
-    if plain is None:
-        raise ConfigError(f"{name} must be True or False, got {shorten(value)}")
-    return plain
-
-
-def _text(name: str, value: object) -> str:
-    """What is a name, or a path, or is hashed: with a UTF-8 form, as it is written into recordings too."""
-    plain = text(os.fspath(value) if isinstance(value, os.PathLike) else value)
-    if plain is None or (not plain and name != "prefix_caching_seed"):
-        raise ConfigError(f"{name} must be a non-empty string, got {shorten(value)}")
-    if surrogate_at(plain) is not None or "\0" in plain:
-        raise ConfigError(f"{name} must be valid Unicode without NUL, got {shorten(plain)}")
-    return plain
+SETTINGS = settings_of(EngineConfig)
+"""All that the user may say, for the check of the values and for the command line."""
+EngineConfig.__doc__ = docstring(
+    'The settings of an engine; the names are vLLM\'s where vLLM has them. `None` and "auto" mean: decide for me.', SETTINGS
+)
 
 
 def _checks_by_environment() -> bool:
@@ -459,8 +438,3 @@ def _checks_by_environment() -> bool:
     if given not in ("", "0", "1"):
         raise ConfigError(f"the environment variable AIOENGINE_CHECK must be 1 or 0, got {given!r}")
     return given == "1"
-
-
-def _check_device(device: object) -> None:
-    if not isinstance(device, str) or not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", device):
-        raise ConfigError(f'device must be auto, cpu, cuda or one of several GPUs, such as "cuda:1"; got {shorten(device)}')

@@ -44,7 +44,7 @@ class ModelRunnerOutput:
     """The sampled tokens of one step, aligned with `req_ids`.
 
     A request whose chunk did not reach the end of its known tokens has an empty list, and one that failed too. The others have
-    one token, or where guesses were checked, those that were right and one more.
+    one token, or where draft tokens were checked, those that were accepted and one more.
     """
 
     req_ids: list[str]  # [num_reqs]
@@ -70,7 +70,7 @@ class EngineCoreOutput(NamedTuple):
     num_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs] | None = None  # of this step's chunk
     error: str | None = None  # with finish_reason "error": the cause
-    num_draft_tokens: int = 0  # guesses that this step checked for it
+    num_draft_tokens: int = 0  # draft tokens that this step checked for it
     num_accepted_tokens: int = 0  # those of them that were right
 
 
@@ -79,7 +79,7 @@ class EngineCoreOutput(NamedTuple):
 class RequestMetrics:
     """When things happened to a request, in seconds of `time.perf_counter()`; None: not yet.
 
-    num_draft_tokens, num_accepted_tokens: of speculation, the guesses that were checked for it and those that were right,
+    num_draft_tokens, num_accepted_tokens: the draft tokens that were checked for it and those that were accepted,
     of all its continuations together.
     """
 
@@ -90,12 +90,12 @@ class RequestMetrics:
     num_accepted_tokens: int = 0
 
     @property
-    def time_to_first_token(self) -> float | None:
+    def time_to_first_token_s(self) -> float | None:
         return None if self.first_token_time is None else self.first_token_time - self.queued_time
 
     @property
     def acceptance_rate(self) -> float | None:
-        """The share of guesses that were right; None before the first."""
+        """The share of draft tokens that were accepted; None before the first."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
 
 

@@ -49,7 +49,7 @@ class Request:
     - `num_tokens`: prompt and output tokens that are known.
     - `num_output_placeholders`: tokens that a step in flight samples, so they will be known but are not yet.
     - `num_computed_tokens`: tokens whose KV is written, or will be by a step in flight. `schedule()` advances it.
-    - `spec_token_ids`: guesses at the tokens after the known ones, while a step in flight checks them. They are counted as
+    - `spec_token_ids`: draft tokens for the tokens after the known ones, while a step in flight checks them. They are counted as
       computed at once; when the step is back, those that were wrong are taken off again.
 
     A request has work to do while `num_computed_tokens < num_tokens + num_output_placeholders`; there is no other
@@ -130,7 +130,7 @@ class Request:
 
     @property
     def num_tokens_with_spec(self) -> int:
-        """The known tokens, and the guesses that a step in flight checks."""
+        """The known tokens, and the draft tokens that a step in flight checks."""
         return self.num_tokens + len(self.spec_token_ids)
 
     @property
@@ -156,5 +156,5 @@ class Request:
     def __repr__(self) -> str:
         return (
             f"Request({self.request_id!r}, {self.status.name}, prompt={self.num_prompt_tokens}, output={self.num_output_tokens}, "
-            f"computed={self.num_computed_tokens}, placeholders={self.num_output_placeholders}, guesses={len(self.spec_token_ids)})"
+            f"computed={self.num_computed_tokens}, placeholders={self.num_output_placeholders}, draft_tokens={len(self.spec_token_ids)})"
         )

@@ -8,11 +8,11 @@ from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import aioengine.fields as fields
-from aioengine.contradictions import why_nothing_is_left
+import aioengine.checks.fields as fields
+from aioengine.checks.contradictions import why_nothing_is_left
+from aioengine.checks.fields import require
+from aioengine.checks.values import shorten
 from aioengine.errors import InvalidRequestError
-from aioengine.fields import require
-from aioengine.values import shorten
 
 GREEDY_TEMPERATURE = 1e-5
 """Below this a temperature means greedy: the division by it would overflow float32 logits."""

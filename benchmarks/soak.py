@@ -3,7 +3,7 @@
     python benchmarks/soak.py --minutes 30
     python benchmarks/soak.py --minutes 30 --model smollm2
 
-The time is divided among several ways to run an engine (overlapped or not, by priority, with guesses, in chunks), each with a
+The time is divided among several ways to run an engine (overlapped or not, by priority, with draft tokens, in chunks), each with a
 small KV cache and the scheduler's books checked after every call. Without --model there is none: `FakeExecutor` checks the
 worker's side of the contract and what is in each KV slot. Exit status 0: no violation and flat memory; 1: not so.
 """
@@ -29,7 +29,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "overlap, chunks": {"max_num_batched_tokens": 16},
     "one step at a time": {"async_scheduling": False, "scheduling_policy": "priority"},
     "no prefix cache": {"enable_prefix_caching": False},
-    "guesses": {"num_speculative_tokens": 3},
+    "draft tokens": {"num_speculative_tokens": 3},
 }
 # Growth from the first to the last third of a way's rounds that is still flat.
 MAX_TRACED_GROWTH = 1 << 20

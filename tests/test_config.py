@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aioengine.config import EngineConfig
+from aioengine.checks.values import shorten
+from aioengine.cli import main
+from aioengine.config import SETTINGS, EngineConfig
 from aioengine.errors import ConfigError
 from aioengine.testing import make_model_info
-from aioengine.values import shorten
 from tests import door
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -81,3 +82,26 @@ def test_the_environment_is_checked_too(monkeypatch: pytest.MonkeyPatch, value: 
             resolve()
     else:
         assert resolve() is expected
+
+
+def test_the_docstring_and_the_command_line_say_the_same_of_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [item.name for item in SETTINGS] == [field.name for field in dataclasses.fields(EngineConfig)]
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    documented = " ".join((EngineConfig.__doc__ or "").split())
+    for item in SETTINGS:
+        text = " ".join(item.statement.text.split())
+        unset = item.default if item.statement.unset is None else item.statement.unset
+        assert f"{item.name}: {text} (default: {unset})" in documented
+        assert text in shown
+        assert f"(default: {unset})" in shown
+
+
+def test_choices_come_from_the_type() -> None:
+    choices = {item.name: item.choices for item in SETTINGS if item.choices}
+    assert choices["scheduling_policy"] == ("fcfs", "priority")
+    assert choices["max_model_len"] == ("auto",), "a word beside the numbers"
+    for name, words in choices.items():
+        for word in words:
+            assert getattr(EngineConfig.from_options("smollm2", {name: word}), name) == word

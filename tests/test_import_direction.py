@@ -12,16 +12,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # What each part may import of ours, besides itself. A part is a module or package right under `aioengine`, one of the
 # other packages by its short name, or the one module named here that others may know while its package is above them.
-BASE = {"errors", "printable", "values", "fields", "contradictions", "config", "sampling_params", "outputs", "request"}
+BASE = {"errors", "printable", "checks", "config", "sampling_params", "outputs", "request"}
 MODEL_SIDE = BASE | {"core", "kernels", "attention", "layers"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "printable": set(),
-    "values": set(),
-    "fields": {"errors", "values"},
-    "contradictions": {"values"},
-    "config": {"errors", "values"},
-    "sampling_params": {"errors", "values", "fields", "contradictions"},
+    "checks": {"errors"},
+    "config": {"errors", "checks"},
+    "sampling_params": {"errors", "checks"},
     "outputs": set(),
     "request": {"outputs", "sampling_params"},
     "core": BASE,
@@ -54,6 +52,11 @@ FORBIDDEN_LIBRARIES: dict[str, set[str]] = {
 # The terminal is for those who draw on it.
 DRAWS = {"commands", "tui"}
 DRAWING_LIBRARIES = {"textual", "rich"}
+
+
+# The rooms of the engine, each with those that it may know; what stands beside them (`async_engine`, `life`) is above all.
+ENGINE_ROOMS: dict[str, set[str]] = {"loop": set(), "outputs": {"loop"}, "inputs": {"loop", "outputs"}}
+ENGINE_COMMON = {"processed_input", "event_loops"}  # spoken by the rooms, and importing none of them
 
 
 def modules() -> Iterator[tuple[str, Path]]:
@@ -107,6 +110,19 @@ def test_the_rules_have_no_cycle() -> None:
         lowest = {p for p, others in below.items() if not others & below.keys()}
         assert lowest, f"a cycle among {sorted(below)}"
         below = {p: others for p, others in below.items() if p not in lowest}
+
+
+def test_the_rooms_of_the_engine_know_only_those_below_them() -> None:
+    """Requests in know outputs out, both know the loop, and the loop knows neither; nor does what all of them share."""
+    for name, path in modules():
+        _, _, inside = name.partition("aioengine.engine.")
+        room = inside.split(".")[0]
+        if room not in ENGINE_ROOMS and room not in ENGINE_COMMON:
+            continue
+        allowed = ENGINE_ROOMS.get(room, set()) | ENGINE_COMMON | {room}
+        for target in imports(path):
+            other = target.removeprefix("aioengine.engine.").split(".")[0] if target.startswith("aioengine.engine.") else room
+            assert other in allowed, f"{name} imports {target}"
 
 
 def test_folders_with_generic_names_are_no_packages() -> None:

@@ -24,15 +24,15 @@ from aioengine.commands import chat, runtime
 from aioengine.commands.demo_view import LiveView, PlainView
 from aioengine.commands.generate import ContinuationWriter
 from aioengine.errors import AioEngineError, EngineDeadError
-from aioengine.events.stream import SourceStatus, StreamItem
+from aioengine.events.sources.base import SourceStatus, StreamItem
 from aioengine.events.wire import WireHeader, encode_header
 from aioengine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from aioengine.printable import PROSE, LogLines, PrintableFormatter, get_logger, printable, printable_json
 from aioengine.testing import FakeExecutor, FakeTokenizer, scripted
 from aioengine_bench import console
 from aioengine_tui.app import DashboardApp
-from aioengine_tui.export import ExportTable, write_table
 from aioengine_tui.plain import render_plain
+from aioengine_tui.table_file import ExportTable, write_table
 from tests.tui.support import ListSource, busy_items, folded
 
 ROOT = Path(__file__).resolve().parents[1]

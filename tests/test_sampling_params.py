@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from aioengine import InvalidRequestError, SamplingParams
+from aioengine.checks.values import shorten
 from aioengine.sampling_params import StructuredOutputsParams
-from aioengine.values import shorten
 
 OF_BITS = "structured_outputs.json is not valid JSON: it must hold JSON values, with integers of at most 4096 bits"
 ENDLESS: dict[str, Any] = {}

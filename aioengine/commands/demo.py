@@ -12,7 +12,7 @@ from aioengine.commands.demo_view import DemoView, LiveView, PlainView
 from aioengine.commands.runtime import run, started_engine
 from aioengine.config import EngineConfig
 from aioengine.engine.async_engine import AsyncEngine
-from aioengine.engine.publishing import PublishOptions
+from aioengine.engine.publish_options import PublishOptions
 from aioengine.events.bus import Subscription
 from aioengine.events.step_event import Event, StepEvent
 from aioengine.outputs import RequestOutput
@@ -130,7 +130,7 @@ async def _generate(engine: AsyncEngine, view: DemoView, index: int, params: Sam
 
 def summary(outputs: list[RequestOutput], meter: StepMeter, *, elapsed_s: float, startup_s: float) -> str:
     num_tokens = sum(len(output.token_ids) for output in outputs)
-    ttfts = [output.metrics.time_to_first_token or 0.0 for output in outputs]
+    ttfts = [output.metrics.time_to_first_token_s or 0.0 for output in outputs]
     queries = meter.prefix_cache_queries
     hit_rate = meter.prefix_cache_hits / queries if queries else 0.0
     return f"""\

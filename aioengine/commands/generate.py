@@ -7,9 +7,9 @@ import time
 from dataclasses import dataclass
 from typing import TextIO
 
-from aioengine.commands.runtime import describe, describe_guesses, for_output, run, started_engine
+from aioengine.commands.runtime import describe, describe_draft_tokens, for_output, run, started_engine
 from aioengine.config import EngineConfig
-from aioengine.engine.publishing import PublishOptions
+from aioengine.engine.publish_options import PublishOptions
 from aioengine.errors import AioEngineError
 from aioengine.outputs import RequestOutput
 from aioengine.sampling_params import SamplingParams
@@ -40,11 +40,11 @@ async def _generate(settings: GenerateSettings) -> None:
         async for output in engine.generate(prompt, settings.params):
             writer.write(output)
         writer.close()
-        guesses = describe_guesses(engine.stats())
+        draft_token_ids = describe_draft_tokens(engine.stats())
     if output is None:
         return
     if settings.stats:
-        print(f"start-up {startup_s:.1f} s, {describe(output)}{guesses}", file=sys.stderr)
+        print(f"start-up {startup_s:.1f} s, {describe(output)}{draft_token_ids}", file=sys.stderr)
     error = next((completion.error for completion in output.outputs if completion.error is not None), None)
     if error is not None:
         raise AioEngineError(f"the generation broke off: {error}")

@@ -1,64 +1,23 @@
 """The options that several subcommands share, and how they become an `EngineConfig` and a `SamplingParams`.
 
-The engine options are derived from the fields of `EngineConfig`, so that no setting can be missing here; only their help
-texts are written by hand. An option that is not given is not in the namespace: the defaults stay where they are defined.
+The engine options and their help are derived from the fields of `EngineConfig`, so that no setting can be missing here. An
+option that is not given is not in the namespace: the defaults stay where they are defined.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
-import typing
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from aioengine.checks.settings import Setting
 from aioengine.commands.structured_output_options import structured_outputs
-from aioengine.config import EngineConfig
+from aioengine.config import SETTINGS, EngineConfig
 from aioengine.errors import InvalidRequestError
 from aioengine.sampling_params import RepetitionDetectionParams, SamplingParams
 
 if TYPE_CHECKING:
-    from aioengine.engine.publishing import PublishOptions
-
-_MODEL_HELP = 'built-in alias ("smollm2"), folder, .gguf file or Hugging Face repository'
-
-_ENGINE_HELP = {
-    "model": _MODEL_HELP,
-    "tokenizer": "folder or repository to take the tokenizer from (default: the model's own)",
-    "dtype": "of weights and activations (default: auto, float32 on CPU, the checkpoint's own on CUDA)",
-    "weights": "how the CPU multiplies: exact on the packed weights (some 1e-5 from float32); fast, with activations of mostly 8 bits; "
-    "dense, the float32 reference (default: auto, fast for a quantized model, exact for others, unless --dtype is given or the "
-    "machine cannot)",
-    "kv_cache_dtype": "of the stored keys and values; fp8 on GPUs (default: auto, the dtype; float16 where the weights are fast)",
-    "device": "where the model runs: cpu, cuda or cuda:N (default: auto, CUDA if there is one)",
-    "max_model_len": "longest prompt and output together, in tokens (default: auto, the model's limit or what the KV cache holds)",
-    "max_num_seqs": "requests that run at once",
-    "max_num_batched_tokens": "tokens of one step (default: 512 on CPU, 2048 on CUDA)",
-    "enable_chunked_prefill": "split prompts that do not fit into one step (default: yes)",
-    "long_prefill_token_threshold": "most tokens of one step for one request while others run or wait; 0: no limit",
-    "scheduling_policy": "order of waiting requests",
-    "async_scheduling": "schedule the next step while the current one runs (default: yes)",
-    "block_size": "tokens a KV-cache block",
-    "num_kv_cache_blocks": "KV-cache blocks, the null block included (default: as many as the memory allows)",
-    "kv_cache_memory_bytes": "most memory for the KV cache on CPU; takes 512MiB, 2GiB (default: 1GiB, or half of what is free if less)",
-    "gpu_memory_utilization": "share of the GPU's memory to use, at most 0.97",
-    "enable_prefix_caching": "reuse the KV cache of equal prompt beginnings (default: yes)",
-    "prefix_caching_seed": "fixes the block hashes (default: random, other ones in each process)",
-    "zero_new_blocks": "clear KV-cache blocks before use (default: no)",
-    "attention_backend": "attention implementation (default: auto, the first that fits)",
-    "enforce_eager": "no CUDA graphs (default: no)",
-    "num_threads": "CPU threads of the model (default: all cores)",
-    "seed": "where requests without a seed of their own get it from (default: the operating system)",
-    "check_invariants": "check the scheduler's books after every call, slow (default: no, or AIOENGINE_CHECK=1)",
-    "logprobs_mode": "what logprobs report: before (raw) or after (processed) penalties, masks and temperature",
-    "logits_processors": "a batch-level logits processor, MODULE:NAME; may be repeated (default: none)",
-    "num_speculative_tokens": "guess N tokens ahead by n-gram look-up and check them in one step; 0: off",
-    "prompt_lookup_min": "shortest n-gram that is looked up for a guess",
-    "prompt_lookup_max": "longest n-gram that is looked up for a guess",
-    "max_num_queued_reqs": "refuse requests while that many wait (default: no limit)",
-    "max_num_queued_tokens": "refuse requests while those that wait have that many prompt tokens (default: no limit)",
-    "step_timeout_s": "end the engine if a step takes longer, in seconds (default: no limit)",
-}
+    from aioengine.engine.publish_options import PublishOptions
 
 # Of the engine that `aioengine top --demo` starts: small enough that chunks, full budgets and preemptions are seen.
 DEMO_SETTINGS = {"num_kv_cache_blocks": 129, "max_num_batched_tokens": 128, "max_num_seqs": 16}
@@ -108,40 +67,40 @@ def parse_repetition_detection(text: str) -> RepetitionDetectionParams:
 
 
 def add_model_option(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument("--model", "-m", metavar="NAME", default="smollm2", help=f"{_MODEL_HELP} (default: smollm2)")
+    (model,) = (item for item in SETTINGS if item.name == "model")
+    parser.add_argument("--model", "-m", metavar="NAME", default=model.default, help=model.summary)
 
 
 def add_engine_options(parser: argparse.ArgumentParser, *, seed_option: str = "--engine-seed") -> None:
     """Every setting of `EngineConfig` but the model. Its `seed` is named `seed_option`: `--seed` is the request's."""
     group = parser.add_argument_group("engine options")
-    hints = typing.get_type_hints(EngineConfig)
-    for field in dataclasses.fields(EngineConfig):
-        if field.name == "model":
+    for item in SETTINGS:
+        if item.name == "model":
             continue
-        flag = seed_option if field.name == "seed" else "--" + field.name.replace("_", "-")
-        text = _ENGINE_HELP[field.name]
-        if "default:" not in text:
-            text += f" (default: {field.default})"
-        group.add_argument(flag, dest=f"engine_{field.name}", default=argparse.SUPPRESS, help=text, **_kind(field.name, hints[field.name]))
+        flag = seed_option if item.name == "seed" else "--" + item.name.replace("_", "-")
+        hint, keywords = _kind(item)
+        text = item.summary.replace(" (default:", f"{hint} (default:", 1) if hint else item.summary
+        group.add_argument(flag, dest=f"engine_{item.name}", default=argparse.SUPPRESS, help=text, **keywords)
 
 
-def _kind(name: str, hint: Any) -> dict[str, Any]:
-    """The argparse keywords for a field of this type."""
-    if name == "kv_cache_memory_bytes":
-        return {"type": parse_size, "metavar": "SIZE"}
-    if name == "logits_processors":
-        return {"action": "append", "metavar": "MODULE:NAME"}
-    kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)] or [hint]
-    if typing.get_origin(hint) is Literal:
-        return {"choices": typing.get_args(hint)}
-    if bool in kinds:
+def _kind(item: Setting) -> tuple[str, dict[str, Any]]:
+    """What the help says of the form, and the argparse keywords, for a setting of this type."""
+    if item.name == "kv_cache_memory_bytes":
+        return "; takes 512MiB, 2GiB", {"type": parse_size, "metavar": "SIZE"}
+    if item.name == "logits_processors":
+        return "; may be repeated", {"action": "append", "metavar": "MODULE:NAME"}
+    return "", _plain_kind(item)
+
+
+def _plain_kind(item: Setting) -> dict[str, Any]:
+    if item.choices and not item.kinds:
+        return {"choices": item.choices}
+    if bool in item.kinds:
         return {"action": argparse.BooleanOptionalAction}
-    if float in kinds:
+    if float in item.kinds:
         return {"type": float, "metavar": "X"}
-    if int in kinds and any("auto" in typing.get_args(kind) for kind in kinds):
-        return {"type": parse_auto, "metavar": "N"}
-    if int in kinds:
-        return {"type": int, "metavar": "N"}
+    if int in item.kinds:
+        return {"type": parse_auto if "auto" in item.choices else int, "metavar": "N"}
     return {"metavar": "NAME"}
 
 
@@ -220,7 +179,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 def publish_options(args: argparse.Namespace) -> PublishOptions:
     """Raises ConfigError for an option that would do nothing."""
-    from aioengine.engine.publishing import PublishOptions
+    from aioengine.engine.publish_options import PublishOptions
     from aioengine.errors import ConfigError
 
     if args.events is None and (args.events_token is not None or args.allow_events_control):

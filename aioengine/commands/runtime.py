@@ -17,7 +17,7 @@ from aioengine.commands.termination import Termination, drained_on_sigterm, leav
 from aioengine.config import EngineConfig
 from aioengine.core.scheduler_output import SchedulerStats
 from aioengine.engine.async_engine import AsyncEngine
-from aioengine.engine.publishing import PublishOptions
+from aioengine.engine.publish_options import PublishOptions
 from aioengine.outputs import RequestOutput
 from aioengine.printable import PROSE, printable
 
@@ -113,10 +113,10 @@ def use_color() -> bool:
     return sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
 
-def describe_guesses(stats: SchedulerStats) -> str:
-    """How many guesses of the engine were right; "" if it made none."""
+def describe_draft_tokens(stats: SchedulerStats) -> str:
+    """How many draft tokens of the engine were accepted; "" if it made none."""
     rate = stats.acceptance_rate
-    return "" if rate is None else f", {rate:.0%} of {stats.num_draft_tokens} guesses right"
+    return "" if rate is None else f", {rate:.0%} of {stats.num_draft_tokens} draft tokens accepted"
 
 
 def describe(output: RequestOutput) -> str:
@@ -124,7 +124,7 @@ def describe(output: RequestOutput) -> str:
     num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
     parts = [f"{len(output.prompt_token_ids)} prompt tokens ({output.num_cached_tokens} cached)", f"{num_tokens} output tokens"]
     metrics = output.metrics
-    ttft = metrics.time_to_first_token
+    ttft = metrics.time_to_first_token_s
     if ttft is not None:
         parts.append(f"first token after {ttft:.2f} s")
         if metrics.finished_time is not None and metrics.first_token_time is not None and num_tokens > 1:

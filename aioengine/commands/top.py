@@ -23,10 +23,12 @@ from typing import TYPE_CHECKING, NoReturn
 from aioengine.commands.runtime import interrupts_leave_at_once, run, status
 from aioengine.commands.termination import EXIT_TERMINATED, signals_handled_by
 from aioengine.errors import AioEngineError
-from aioengine.events.source import StepSource, open_source
+from aioengine.events.sources.base import StepSource
+from aioengine.events.sources.open import open_source
 from aioengine.printable import printable_json
+from aioengine_tui.model.state import DashboardState
+from aioengine_tui.model.state_json import state_to_json
 from aioengine_tui.plain import render_plain
-from aioengine_tui.state import DashboardState
 
 if TYPE_CHECKING:
     from aioengine.config import EngineConfig
@@ -109,18 +111,18 @@ async def _print_states(address: str, settings: TopSettings) -> None:
     """One state, or one every few seconds until the source ends."""
     state = DashboardState()
     async with open_source(address, make_state=DashboardState, token=settings.token, whole_history=True) as source:
-        taking = asyncio.create_task(_take(source, state))
+        taking = asyncio.create_task(_fold_items(source, state))
         try:
-            if source.player is not None:
-                await source.player.seek_fraction(1.0)  # of a recording the end is asked for
+            if source.playback is not None:
+                await source.playback.seek_fraction(1.0)  # of a recording the end is asked for
             await _wait_for_state(state, taking)
-            if source.player is None and settings.once:
+            if source.playback is None and settings.once:
                 await asyncio.wait([taking], timeout=_SETTLE_S)
             while True:
-                if source.player is None:
+                if source.playback is None:
                     state.tick(source.now())
                 _print_state(state, as_json=settings.as_json)
-                if settings.once or source.player is not None or taking.done():
+                if settings.once or source.playback is not None or taking.done():
                     break
                 await asyncio.wait([taking], timeout=_PLAIN_INTERVAL_S)
         finally:
@@ -128,7 +130,7 @@ async def _print_states(address: str, settings: TopSettings) -> None:
             await asyncio.gather(taking, return_exceptions=True)
 
 
-async def _take(source: StepSource, state: DashboardState) -> None:
+async def _fold_items(source: StepSource, state: DashboardState) -> None:
     async for item in source:
         state.apply(item)
 
@@ -144,7 +146,7 @@ async def _wait_for_state(state: DashboardState, taking: asyncio.Task[None]) -> 
 
 
 def _print_state(state: DashboardState, *, as_json: bool) -> None:
-    print(printable_json(state.to_json()) if as_json else render_plain(state, width=100) + "\n", flush=True)
+    print(printable_json(state_to_json(state)) if as_json else render_plain(state, width=100) + "\n", flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------- browser

@@ -7,19 +7,35 @@ and changes nothing. A violation is a bug in this package, so it raises Assertio
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from aioengine.config import SchedulerConfig
 from aioengine.core.block_hash import hash_block, salt_bytes
 from aioengine.core.block_pool import NULL_BLOCK_ID, BlockPool
-from aioengine.core.request_queue import scheduling_key
+from aioengine.core.kv_cache_manager import KVCacheManager
+from aioengine.core.ngram_proposer import NgramProposer
+from aioengine.core.request_queue import RequestQueue, scheduling_key
 from aioengine.core.scheduler_output import SchedulerOutput
-from aioengine.request import RequestStatus
-
-if TYPE_CHECKING:
-    from aioengine.core.scheduler import Scheduler
+from aioengine.request import Request, RequestStatus
 
 
-def check_scheduler(scheduler: Scheduler, output: SchedulerOutput | None = None) -> None:
+class Books(Protocol):
+    """What a scheduler keeps: all that is read here."""
+
+    config: SchedulerConfig
+    kv_cache_manager: KVCacheManager
+    proposer: NgramProposer | None
+    requests: dict[str, Request]
+    running: list[Request]
+    waiting: RequestQueue
+    _finished_req_ids: set[str]
+    _lingering_req_ids: set[str]
+
+    @property
+    def has_work(self) -> bool: ...
+
+
+def check_scheduler(scheduler: Books, output: SchedulerOutput | None = None) -> None:
     """Check requests, queues and blocks; with `output`, also what schedule() has just returned."""
     _check_requests(scheduler)
     _check_queues(scheduler)
@@ -29,13 +45,13 @@ def check_scheduler(scheduler: Scheduler, output: SchedulerOutput | None = None)
         _check_output(scheduler, output)
 
 
-def check_idle(scheduler: Scheduler) -> None:
+def check_idle(scheduler: Books) -> None:
     """Check that nothing is left over: to be called when no request lives and no step is in flight."""
     check_scheduler(scheduler)
     check_no_leak(scheduler)
 
 
-def check_no_leak(scheduler: Scheduler) -> None:
+def check_no_leak(scheduler: Books) -> None:
     """The part of `check_idle` that costs nothing, so that it always runs when the engine goes idle (SGLang's idea)."""
     pool = scheduler.kv_cache_manager.block_pool
     assert not scheduler.requests, f"requests left: {sorted(scheduler.requests)}"
@@ -43,14 +59,14 @@ def check_no_leak(scheduler: Scheduler) -> None:
     assert pool.num_free_blocks == pool.num_total_blocks, f"{pool.num_total_blocks - pool.num_free_blocks} blocks leaked"
 
 
-def _check_requests(scheduler: Scheduler) -> None:
+def _check_requests(scheduler: Books) -> None:
     block_size = scheduler.kv_cache_manager.block_size
     for request in scheduler.requests.values():
         assert not request.is_finished, f"finished but still listed: {request}"
         assert request.num_output_placeholders >= 0, f"negative placeholders: {request}"
         if request.spec_token_ids:
-            assert request.num_output_placeholders == 1, f"guesses that no step in flight checks: {request}"
-            assert request.num_computed_tokens == request.num_tokens_with_spec < request.max_num_tokens, f"wrong guesses: {request}"
+            assert request.num_output_placeholders == 1, f"draft tokens that no step in flight checks: {request}"
+            assert request.num_computed_tokens == request.num_tokens_with_spec < request.max_num_tokens, f"rejected draft tokens: {request}"
         else:
             assert 0 <= request.num_computed_tokens <= request.num_tokens + request.num_output_placeholders, (
                 f"computed beyond its tokens: {request}"
@@ -61,12 +77,12 @@ def _check_requests(scheduler: Scheduler) -> None:
         if request.status != RequestStatus.RUNNING:
             assert not request.block_ids[0], f"waiting with blocks: {request}"
             assert request.num_computed_tokens == 0, f"waiting with computed tokens: {request}"
-            assert not request.spec_token_ids, f"waiting with guesses: {request}"
+            assert not request.spec_token_ids, f"waiting with draft tokens: {request}"
     if scheduler.proposer is not None:
         assert scheduler.proposer.req_ids <= scheduler.requests.keys(), "n-grams are kept of requests that are gone"
 
 
-def _check_queues(scheduler: Scheduler) -> None:
+def _check_queues(scheduler: Books) -> None:
     running, waiting = scheduler.running, list(scheduler.waiting)
     listed = Counter(request.request_id for request in running + waiting)
     assert listed == Counter(scheduler.requests.keys()), "every live request is in exactly one queue"
@@ -81,7 +97,7 @@ def _check_queues(scheduler: Scheduler) -> None:
     assert scheduler._finished_req_ids <= scheduler._lingering_req_ids
 
 
-def _check_blocks(scheduler: Scheduler) -> None:
+def _check_blocks(scheduler: Books) -> None:
     pool = scheduler.kv_cache_manager.block_pool
     owners: Counter[int] = Counter()
     for request in scheduler.requests.values():
@@ -99,7 +115,7 @@ def _check_blocks(scheduler: Scheduler) -> None:
         assert (pool.ref_cnt[block_id] == 0) == (block_id in pool.free_block_queue), f"block {block_id}: free and owned, or neither"
 
 
-def _check_hashes(scheduler: Scheduler) -> None:
+def _check_hashes(scheduler: Books) -> None:
     kv = scheduler.kv_cache_manager
     pool = kv.block_pool
     for block_hash, block_id in pool._cached.items():
@@ -117,7 +133,7 @@ def _check_hashes(scheduler: Scheduler) -> None:
         (table,) = request.block_ids
         assert request.num_cached_blocks <= len(table), f"more cached blocks than blocks: {request}"
         num_certain = min(request.num_computed_tokens, request.num_tokens)
-        assert request.num_cached_blocks * kv.block_size <= num_certain, f"a block with guesses in it is cached: {request}"
+        assert request.num_cached_blocks * kv.block_size <= num_certain, f"a block with draft tokens in it is cached: {request}"
         for index in range(request.num_cached_blocks):
             held = pool.block_hash[table[index]] or pool._twin_hash.get(table[index])
             assert held is None or held == request.block_hashes[index], f"block {table[index]} caches something else: {request}"
@@ -134,7 +150,7 @@ def _check_twins(pool: BlockPool) -> None:
         assert block_hash in pool._cached, f"block {block_id} has a content that only twins have"
 
 
-def _check_output(scheduler: Scheduler, output: SchedulerOutput) -> None:
+def _check_output(scheduler: Books, output: SchedulerOutput) -> None:
     scheduled = output.num_scheduled_tokens
     cached = output.scheduled_cached_reqs
     new_ids = {request.req_id for request in output.scheduled_new_reqs}
@@ -151,7 +167,9 @@ def _check_output(scheduler: Scheduler, output: SchedulerOutput) -> None:
     threshold = scheduler.config.long_prefill_token_threshold
     if threshold and len(scheduler.requests) > 1:
         assert max(scheduled.values(), default=0) <= threshold, f"over the threshold of {threshold} tokens while others wait"
-    assert output.scheduled_spec_decode_tokens.keys() <= set(cached.req_ids) - cached.resumed_req_ids, "guesses for a request that starts"
+    assert output.scheduled_spec_decode_tokens.keys() <= set(cached.req_ids) - cached.resumed_req_ids, (
+        "draft tokens for a request that starts"
+    )
     lengths = {len(cached.req_ids), len(cached.new_block_ids), len(cached.num_computed_tokens), len(cached.num_output_tokens)}
     assert len(lengths) == 1, "the parallel lists differ in length"
     starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -159,7 +177,7 @@ def _check_output(scheduler: Scheduler, output: SchedulerOutput) -> None:
     for req_id, num_tokens in scheduled.items():
         request = scheduler.requests[req_id]
         assert starts[req_id] + num_tokens == request.num_computed_tokens, f"the start is not where the step starts: {request}"
-        guesses = output.scheduled_spec_decode_tokens.get(req_id, [])
-        assert guesses == request.spec_token_ids, f"{len(guesses)} guesses are handed out for {request}"
-        assert not guesses or num_tokens == 1 + len(guesses), f"guesses come after one known token: {request}"
+        draft_token_ids = output.scheduled_spec_decode_tokens.get(req_id, [])
+        assert draft_token_ids == request.spec_token_ids, f"{len(draft_token_ids)} draft tokens are handed out for {request}"
+        assert not draft_token_ids or num_tokens == 1 + len(draft_token_ids), f"draft tokens come after one known token: {request}"
         assert starts[req_id] < request.num_tokens + request.num_output_placeholders

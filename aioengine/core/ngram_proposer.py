@@ -1,7 +1,7 @@
-"""Guesses at the next tokens of a request, from its own tokens: prompt look-up decoding.
+"""Draft tokens for a request, from its own tokens: prompt lookup decoding.
 
 Saxena, "Prompt Lookup Decoding" (2023): the last n tokens of the history are looked up in the history itself, and what
-followed them there is the guess. It costs no model, and is right wherever a text repeats itself: edits, extraction, code.
+followed them there are the draft tokens. It costs no model, and is right wherever a text repeats itself: edits, extraction, code.
 """
 
 from __future__ import annotations
@@ -57,21 +57,21 @@ class NgramIndex:
         return self._num_indexed >= last
 
     def propose(self, token_ids: Sequence[int], num_tokens: int) -> list[int]:
-        """`num_tokens` guesses at what follows `token_ids`, or none. Only right after an `extend` that took in everything.
+        """`num_tokens` draft tokens for what follows `token_ids`, or none. Only right after an `extend` that took in everything.
 
         The longest n-gram that occurred before decides, at its latest occurrence. Where that is so late that the history
-        ends before the guesses do, they go on with themselves, as a copy in LZ77 does: the text is taken to be periodic.
+        ends before the draft tokens do, they go on with themselves, as a copy in LZ77 does: the text is taken to be periodic.
         """
         length = len(token_ids)
         assert self._num_indexed == length - 1, f"{self._num_indexed} of {length} tokens are indexed"
         start = self._find(self._key << _TOKEN_BITS | token_ids[-1], length)
         if start is None or num_tokens < 1:
             return []
-        guesses = list(token_ids[start : start + num_tokens])
+        draft_token_ids = list(token_ids[start : start + num_tokens])
         period = length - start
-        while len(guesses) < num_tokens:
-            guesses.append(guesses[-period])
-        return guesses
+        while len(draft_token_ids) < num_tokens:
+            draft_token_ids.append(draft_token_ids[-period])
+        return draft_token_ids
 
     def _find(self, key: int, length: int) -> int | None:
         """The position after the latest earlier occurrence of the longest n-gram in `key` that has one."""
@@ -83,15 +83,15 @@ class NgramIndex:
 
 
 class NgramProposer:
-    """The index, and the recent luck, of every request that may be guessed for.
+    """The index, and the recent luck, of every request that may have draft tokens.
 
-    A guess costs the model a row, and saves one if it is right. A step on the CPU costs as much as its rows and
+    A draft token costs the model a row, and saves one if it is accepted. A step on the CPU costs as much as its rows and
     `_STEP_COST_IN_ROWS` more, so of `num_running` requests each pays 1 + _STEP_COST_IN_ROWS / num_running rows for a token,
-    and a guess is worth its row if it is right with a probability of at least the inverse. The probability of the j-th guess
-    of a run is taken to be the j-th power of the share of recent guesses that were right (a moving average over some four).
+    and a draft token is worth its row if it is accepted with a probability of at least the inverse. The probability of the j-th draft token
+    of a run is taken to be the j-th power of the share of recent draft tokens that were accepted (a moving average over some four).
 
-    Where not even one guess is worth it, one is made now and then to see: after pauses that double up to `_MAX_PAUSE` tokens.
-    So text that never repeats pays one row in so many, and a full batch is not slowed down by guesses that are half right.
+    Where not even one draft token is worth it, one is made now and then to see: after pauses that double up to `_MAX_PAUSE` tokens.
+    So text that never repeats pays one row in so many, and a full batch is not slowed down by draft tokens of which half are accepted.
     """
 
     def __init__(self, *, num_speculative_tokens: int, min_n: int, max_n: int) -> None:
@@ -121,31 +121,31 @@ class NgramProposer:
         return is_complete
 
     def propose(self, req_id: str, token_ids: Sequence[int], *, limit: int, num_running: int) -> list[int]:
-        """At most `limit` guesses at what follows `token_ids`, the whole history of one of `num_running` requests."""
+        """At most `limit` draft tokens for what follows `token_ids`, the whole history of one of `num_running` requests."""
         if not self.observe(req_id, token_ids):
             return []
         state = self._states[req_id]
-        num_guesses = self._num_worthwhile(state, limit, num_running)
-        if not num_guesses and limit > 0 and len(token_ids) >= state.resume_at:
-            num_guesses = 1
-        return state.index.propose(token_ids, num_guesses)
+        num_draft_tokens = self._num_worthwhile(state, limit, num_running)
+        if not num_draft_tokens and limit > 0 and len(token_ids) >= state.resume_at:
+            num_draft_tokens = 1
+        return state.index.propose(token_ids, num_draft_tokens)
 
     def _num_worthwhile(self, state: _RequestState, limit: int, num_running: int) -> int:
         needed = num_running / (num_running + _STEP_COST_IN_ROWS)
-        num_guesses, probability = 0, state.acceptance
-        while num_guesses < min(limit, self._num_speculative_tokens) and probability >= needed:
-            num_guesses += 1
+        num_draft_tokens, probability = 0, state.acceptance
+        while num_draft_tokens < min(limit, self._num_speculative_tokens) and probability >= needed:
+            num_draft_tokens += 1
             probability *= state.acceptance
-        return num_guesses
+        return num_draft_tokens
 
-    def record(self, req_id: str, *, num_guesses: int, num_accepted: int, num_tokens: int) -> None:
-        """What became of a run of guesses, at least one, after which the request has `num_tokens` tokens.
+    def record(self, req_id: str, *, num_draft_tokens: int, num_accepted: int, num_tokens: int) -> None:
+        """What became of a run of draft tokens, at least one, after which the request has `num_tokens` tokens.
 
         Those after the first wrong one say nothing: they continue what is not there.
         """
         state = self._states[req_id]
-        for is_right in (True,) * num_accepted + (False,) * (num_accepted < num_guesses):
-            state.acceptance += (is_right - state.acceptance) / _AVERAGED_GUESSES
+        for is_right in (True,) * num_accepted + (False,) * (num_accepted < num_draft_tokens):
+            state.acceptance += (is_right - state.acceptance) / _AVERAGED_DRAFT_TOKENS
         state.pause = 0 if num_accepted else min(max(1, 2 * state.pause), _MAX_PAUSE)
         state.resume_at = num_tokens + state.pause
 
@@ -163,7 +163,7 @@ class NgramProposer:
 _STEP_COST_IN_ROWS = 4.0
 """Measured with the built-in model on two cores: 6 ms a step and 1.8 ms a row (1 to 16 requests, 1 to 9 rows each)."""
 
-_AVERAGED_GUESSES = 4
+_AVERAGED_DRAFT_TOKENS = 4
 _MAX_PAUSE = 32
 
 
@@ -172,6 +172,6 @@ class _RequestState:
 
     def __init__(self, index: NgramIndex) -> None:
         self.index = index
-        self.acceptance = 0.8  # of recent guesses; to begin with, a run is tried if few requests run
+        self.acceptance = 0.8  # of recent draft tokens; to begin with, a run is tried if few requests run
         self.pause = 0  # tokens between the last run and the next, if the last was wrong from the start
-        self.resume_at = 0  # the history's length from which on a single guess is tried where none is worth it
+        self.resume_at = 0  # the history's length from which on a single draft token is tried where none is worth it

@@ -10,9 +10,9 @@ from bisect import insort
 from collections.abc import Container
 
 from aioengine.config import SchedulerConfig
-from aioengine.core.displacement import Claim, num_to_displace
 from aioengine.core.kv_cache_manager import KVCacheManager
 from aioengine.core.ngram_proposer import NgramProposer
+from aioengine.core.priority_preemption import Claim, num_to_preempt
 from aioengine.core.request_queue import RequestQueue, SchedulingKey, scheduling_key
 from aioengine.core.scheduler_output import AdmissionStop, CachedRequestData, NewRequestData
 from aioengine.request import Request, RequestStatus
@@ -46,13 +46,13 @@ class SchedulePass:
         self.token_budget = config.max_num_batched_tokens
         self.num_scheduled_tokens: dict[str, int] = {}
         self.scheduled_reqs: list[Request] = []  # those of num_scheduled_tokens, in its order
-        self.spec_token_ids: dict[str, list[int]] = {}  # guesses, counted in num_scheduled_tokens
+        self.spec_token_ids: dict[str, list[int]] = {}  # draft tokens, counted in num_scheduled_tokens
         self.running_reqs: list[Request] = []
         self.running_new_block_ids: list[list[int]] = []  # one list for each of running_reqs
         self.new_reqs: list[Request] = []
         self.resumed_reqs: list[Request] = []
         self.preempted_reqs: list[Request] = []
-        self.num_displaced_reqs = 0  # of these, the first ones: preempted for a waiting request
+        self.num_priority_preempted_reqs = 0  # of these, the first ones: preempted for a waiting request
         self.admission_stop: AdmissionStop = "queue_empty"
 
     # ------------------------------------------------------------------ room for a more urgent request
@@ -60,17 +60,17 @@ class SchedulePass:
         """Policy "priority": preempt running requests of strictly lower priority if that lets the best waiting one in.
 
         For one waiting request a step, and before any tokens are given, so that nothing has to be taken back. Who gave way
-        comes after that request in the queue and, being of lower priority, cannot displace it in turn.
+        comes after that request in the queue and, being of lower priority, cannot preempt it in turn.
         """
         if self.config.policy != "priority" or not self.waiting or not self.running:
             return
         request = self.waiting.peek()
         if request.num_output_placeholders or self.running[-1].priority <= request.priority:
             return
-        self.num_displaced_reqs = num_to_displace(
+        self.num_priority_preempted_reqs = num_to_preempt(
             request, running=self.running, claims=self._claims(), config=self.config, kv_cache_manager=self.kv_cache_manager
         )
-        for _ in range(self.num_displaced_reqs):
+        for _ in range(self.num_priority_preempted_reqs):
             self._preempt(self.running.pop())
 
     def _claims(self) -> list[Claim]:
@@ -95,21 +95,23 @@ class SchedulePass:
             request = self.running[index]
             num_new_tokens = self._num_tokens_of_running(request)
             if num_new_tokens > 0:
-                guesses = self._guess(request, num_new_tokens, num_after=len(self.running) - index - 1) if self.proposer else []
-                num_new_tokens += len(guesses)
+                draft_token_ids = (
+                    self._propose_draft_tokens(request, num_new_tokens, num_after=len(self.running) - index - 1) if self.proposer else []
+                )
+                num_new_tokens += len(draft_token_ids)
                 new_block_ids = self._allocate_or_preempt(request, num_new_tokens)
                 if new_block_ids is None:
                     break  # it was the last one, and has been preempted itself
                 self._give(request, num_new_tokens)
-                if guesses:
-                    request.spec_token_ids = self.spec_token_ids[request.request_id] = guesses
+                if draft_token_ids:
+                    request.spec_token_ids = self.spec_token_ids[request.request_id] = draft_token_ids
                 self.running_reqs.append(request)
                 self.running_new_block_ids.append(new_block_ids)
             index += 1
 
     def _num_tokens_of_running(self, request: Request) -> int:
         if request.spec_token_ids:
-            return 0  # where it goes on depends on what becomes of the guesses in flight: the difference below would be negative
+            return 0  # where it goes on depends on what becomes of the draft tokens in flight: the difference below would be negative
         num_known_tokens = request.num_tokens + request.num_output_placeholders
         if num_known_tokens >= request.max_num_tokens:
             return 0  # a step in flight samples its last token, which is never computed
@@ -120,12 +122,12 @@ class SchedulePass:
             num_new_tokens = self._max_tokens_a_request
         return num_new_tokens if num_new_tokens < self.token_budget else self.token_budget
 
-    def _guess(self, request: Request, num_new_tokens: int, *, num_after: int) -> list[int]:
-        """Guesses at what follows the last known token of a running request, if that token is all it computes now.
+    def _propose_draft_tokens(self, request: Request, num_new_tokens: int, *, num_after: int) -> list[int]:
+        """Draft tokens for what follows the last known token of a running request, if that token is all it computes now.
 
         They take nothing that others need: each of the `num_after` requests behind it still gets a token of the budget, the
         pool keeps a free block for every running request, and a more urgent request that was made room for comes first.
-        A grammar would have to be asked about every guess, so requests with structured output get none.
+        A grammar would have to be asked about every draft token, so requests with structured output get none.
         """
         assert self.proposer is not None
         if request.sampling_params.structured_outputs is not None:
@@ -136,15 +138,15 @@ class SchedulePass:
             return []
         limit = min(
             self.config.num_speculative_tokens,
-            request.max_num_tokens - request.num_tokens - 1,  # the step samples one token more than there are guesses
+            request.max_num_tokens - request.num_tokens - 1,  # the step samples one token more than there are draft tokens
             self._limit(self.token_budget - num_after) - 1,
-            self._num_slots_for_guesses(request),
+            self._num_slots_for_draft_tokens(request),
         )
-        if self.num_displaced_reqs:
+        if self.num_priority_preempted_reqs:
             limit = 0
         return self.proposer.propose(request.request_id, request.all_token_ids, limit=limit, num_running=len(self.running))
 
-    def _num_slots_for_guesses(self, request: Request) -> int:
+    def _num_slots_for_draft_tokens(self, request: Request) -> int:
         kv = self.kv_cache_manager
         num_tokens = request.num_computed_tokens + 1
         num_blocks = max(len(request.block_ids[0]), kv.num_blocks_for(num_tokens))
@@ -184,7 +186,7 @@ class SchedulePass:
     # ------------------------------------------------------------------ waiting requests
     def schedule_waiting(self) -> None:
         """Admit waiting requests in order until something runs out, and remember what it was."""
-        if len(self.preempted_reqs) > self.num_displaced_reqs:
+        if len(self.preempted_reqs) > self.num_priority_preempted_reqs:
             self.admission_stop = "preempted"
             return
         while self.waiting:
@@ -198,7 +200,7 @@ class SchedulePass:
             if request.num_output_placeholders:
                 self.admission_stop = "in_flight"
                 return
-            if self.num_displaced_reqs and request in self.preempted_reqs:
+            if self.num_priority_preempted_reqs and request in self.preempted_reqs:
                 self.admission_stop = "preempted"  # a step cannot both take a request's slot and give it one
                 return
             if (stop := self._admit(request)) is not None:

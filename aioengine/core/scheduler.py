@@ -1,7 +1,7 @@
 """The scheduler: decides each step's batch, and takes in what the step produced.
 
 Plain synchronous code without a clock: the same calls in the same order give the same outputs. The engine calls
-`schedule()` and `update_from_output()`, possibly with two steps in flight (with guesses it keeps to one, as they continue
+`schedule()` and `update_from_output()`, possibly with two steps in flight (with draft tokens it keeps to one, as they continue
 known tokens); everything else is adding and ending requests.
 """
 
@@ -54,7 +54,7 @@ class Scheduler:
         self.waiting = RequestQueue(config.policy)
         self.running: list[Request] = []  # sorted by scheduling key
         self.num_preemptions = 0
-        self.num_draft_tokens = 0  # guesses that were checked
+        self.num_draft_tokens = 0  # draft tokens that were checked
         self.num_accepted_tokens = 0  # those of them that were right
         self.num_aborted_reqs = 0
         self.num_rejected_reqs = 0  # refused before they came here
@@ -131,6 +131,10 @@ class Scheduler:
             self.num_aborted_reqs += status == RequestStatus.FINISHED_ABORTED
         self._check()
         return ended
+
+    def note_rejected(self, num_reqs: int) -> None:
+        """So many requests were refused before they came here."""
+        self.num_rejected_reqs += num_reqs
 
     def _end(self, request: Request, status: RequestStatus) -> None:
         if request.status == RequestStatus.RUNNING:
@@ -242,9 +246,9 @@ class Scheduler:
                 if prompt_logprobs:
                     core_outputs.append(EngineCoreOutput(req_id, [], None, None, None, request.num_cached_tokens, prompt_logprobs))
                 continue
-            guesses = spec_token_ids.get(req_id) if spec_token_ids else None
-            if guesses is not None:
-                self._settle_guesses(request, len(guesses), num_accepted=len(token_ids) - 1)
+            draft_token_ids = spec_token_ids.get(req_id) if spec_token_ids else None
+            if draft_token_ids is not None:
+                self._settle_draft_tokens(request, len(draft_token_ids), num_accepted=len(token_ids) - 1)
             new_token_ids = self._append_tokens(request, token_ids)
             finish_reason = None
             if request.is_finished:
@@ -257,8 +261,8 @@ class Scheduler:
             core_output = EngineCoreOutput(
                 req_id, new_token_ids, finish_reason, request.stop_reason, logprobs, request.num_cached_tokens, prompt_logprobs
             )
-            if guesses is not None:
-                core_output = core_output._replace(num_draft_tokens=len(guesses), num_accepted_tokens=len(token_ids) - 1)
+            if draft_token_ids is not None:
+                core_output = core_output._replace(num_draft_tokens=len(draft_token_ids), num_accepted_tokens=len(token_ids) - 1)
             core_outputs.append(core_output)
         self._remove_ended(ended)
         self._check()
@@ -271,16 +275,16 @@ class Scheduler:
         request.stop_reason = cause
         return EngineCoreOutput(request.request_id, [], "error", cause, num_cached_tokens=request.num_cached_tokens, error=cause)
 
-    def _settle_guesses(self, request: Request, num_guesses: int, *, num_accepted: int) -> None:
-        """Take back what was counted as computed for guesses that were wrong: those positions are computed anew."""
+    def _settle_draft_tokens(self, request: Request, num_draft_tokens: int, *, num_accepted: int) -> None:
+        """Take back what was counted as computed for draft tokens that were rejected: those positions are computed anew."""
         request.spec_token_ids = []
         if request.status == RequestStatus.RUNNING:  # a preemption meanwhile has taken back everything
-            request.num_computed_tokens -= num_guesses - num_accepted
-        self.num_draft_tokens += num_guesses
+            request.num_computed_tokens -= num_draft_tokens - num_accepted
+        self.num_draft_tokens += num_draft_tokens
         self.num_accepted_tokens += num_accepted
         assert self.proposer is not None
         num_tokens = request.num_tokens + num_accepted + 1
-        self.proposer.record(request.request_id, num_guesses=num_guesses, num_accepted=num_accepted, num_tokens=num_tokens)
+        self.proposer.record(request.request_id, num_draft_tokens=num_draft_tokens, num_accepted=num_accepted, num_tokens=num_tokens)
 
     def _append_tokens(self, request: Request, token_ids: list[int]) -> list[int]:
         """Append the tokens of one step until one stops the request; returns those that were appended."""

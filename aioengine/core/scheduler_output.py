@@ -60,7 +60,7 @@ class SchedulerOutput:
     finished_req_ids: frozenset[str] = frozenset()  # ended since the previous step: the worker forgets them
     preempted_req_ids: frozenset[str] = frozenset()  # the worker frees their slots and keeps their parameters
     new_block_ids_to_zero: list[int] = field(default_factory=list)  # only where the cache needs it
-    # Guesses that this step checks, by request: counted in num_scheduled_tokens, after the one known token.
+    # Draft tokens that this step checks, by request: counted in num_scheduled_tokens, after the one known token.
     scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
     structured_output_request_ids: frozenset[str] = frozenset()  # those that sample in this step and need a mask for it
 
@@ -85,7 +85,7 @@ class SchedulerStats:
     prefix_cache_hits: int  # total, in tokens
     num_aborted_reqs: int = 0  # total: by their consumer, by a time-out, at shutdown
     num_rejected_reqs: int = 0  # total: refused because the queue was full
-    num_draft_tokens: int = 0  # total: guesses that were checked
+    num_draft_tokens: int = 0  # total: draft tokens that were checked
     num_accepted_tokens: int = 0  # total: those that were right
     # The same of the last 1000 requests since the cache was reset; None: a recording of before these were kept.
     recent_prefix_cache_queries: int | None = None
@@ -116,7 +116,7 @@ class SchedulerStats:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """The share of guesses that were right; None before the first."""
+        """The share of draft tokens that were accepted; None before the first."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
 
 

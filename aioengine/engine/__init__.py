@@ -1,1 +1,1 @@
-"""The asyncio side: requests in, the step loop, outputs out."""
+"""The asyncio side: the step loop (`loop`), requests in (`inputs`), outputs out (`outputs`), and `AsyncEngine` over them."""

@@ -9,21 +9,24 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, Self
 
 from aioengine.config import EngineConfig, ModelInfo, ResolvedConfig
 from aioengine.core.scheduler_output import SchedulerStats
-from aioengine.engine.batch import collect_batch, naming_prompt, pair_up
-from aioengine.engine.detokenizer import TextTokenizer
-from aioengine.engine.engine_life import EngineLife
 from aioengine.engine.event_control import EngineController
 from aioengine.engine.event_loops import running_loop, wrong_loop
-from aioengine.engine.input_processor import ProcessedInput, Prompt, check_request_options
-from aioengine.engine.long_prompts import hash_long_prompt
-from aioengine.engine.output_collector import OutputCollector
-from aioengine.engine.output_stream import OutputStream
-from aioengine.engine.publishing import PublishOptions
-from aioengine.engine.submission import Submitter
+from aioengine.engine.inputs.batch import collect_batch, naming_prompt, pair_up
+from aioengine.engine.inputs.input_processor import Prompt, check_request_options
+from aioengine.engine.inputs.long_prompts import hash_long_prompt
+from aioengine.engine.inputs.submission import Submitter
+from aioengine.engine.life import EngineLife
+from aioengine.engine.outputs.detokenizer import TextTokenizer
+from aioengine.engine.outputs.output_collector import OutputCollector
+from aioengine.engine.outputs.output_stream import OutputStream
+from aioengine.engine.parts import EngineParts
+from aioengine.engine.processed_input import ProcessedInput
+from aioengine.engine.publish_options import PublishOptions
 from aioengine.errors import AioEngineError, ConfigError, InvalidRequestError
 from aioengine.events.bus import DEFAULT_MAXLEN, StepBus, Subscription
 from aioengine.events.step_event import EngineSnapshot
@@ -32,10 +35,8 @@ from aioengine.executor.base import Executor
 from aioengine.outputs import RequestOutput
 from aioengine.sampling_params import SamplingParams
 
-T = TypeVar("T")
 
-
-class AsyncEngine(EngineLife):
+class AsyncEngine:
     """Generates text for any number of concurrent requests, batched step by step.
 
         async with AsyncEngine("smollm2", max_num_seqs=32) as engine:
@@ -75,13 +76,62 @@ class AsyncEngine(EngineLife):
     ) -> None:
         if isinstance(tokenizer, str):
             options["tokenizer"] = tokenizer
-        super().__init__(
+        self._life = EngineLife(
             EngineConfig.from_options(model, options),
             executor=executor,
             tokenizer=None if isinstance(tokenizer, str) else tokenizer,
             model_info=model_info,
             publish=PublishOptions(record, events, events_token, allow_events_control, publish_text),
         )
+
+    # ------------------------------------------------------------------ start and shutdown
+    async def start(self) -> None:
+        """Find and load the model and start the step loop. On failure everything that was started is stopped again.
+
+        Raises ModelError, ConfigError (settings that contradict the model), AioEngineError (it was started before).
+        """
+        await self._life.start(self.control)
+
+    async def shutdown(self, *, drain: bool = False, drain_timeout: float | None = None) -> None:
+        """Stop for good: live streams end with EngineDeadError, the worker stops, a recording is closed. Idempotent.
+
+        drain: first let the requests that were taken in run to their end. New ones are refused with EngineDeadError from
+            now on, and a paused engine is resumed.
+        drain_timeout: seconds after which the rest is cut off all the same; None: no limit. A second `shutdown()`, without
+            `drain`, cuts them off at once.
+
+        An executor that does not come back, because a step hangs in its device, is left behind with a message in the log.
+
+        Belongs into the event loop that started the engine, and raises AioEngineError in another one. Once that loop was
+        closed, any loop will do: nothing can be drained then, but the worker, the recording and the socket are closed.
+        """
+        await self._life.shutdown(drain=drain, drain_timeout=drain_timeout)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None) -> None:
+        await self.shutdown()
+
+    def __del__(self) -> None:
+        life: EngineLife | None = getattr(self, "_life", None)  # missing: the constructor failed
+        if life is not None:
+            life.drop(self)
+
+    def check_health(self) -> None:
+        """Raise EngineDeadError if the engine cannot take another step, AioEngineError if it is not started."""
+        self._life.check_health()
+
+    @property
+    def num_unfinished_reqs(self) -> int:
+        """Requests that were taken in and have not ended; one with n continuations counts as n."""
+        return self._life.num_unfinished_reqs
+
+    @property
+    def is_draining(self) -> bool:
+        """`shutdown(drain=True)` was called: requests end, and none is taken in."""
+        return self._life.is_draining
 
     # ------------------------------------------------------------------ requests
     def generate(
@@ -126,18 +176,17 @@ class AsyncEngine(EngineLife):
     ) -> tuple[OutputCollector, Submitter]:
         """Nothing is awaited after the request was handed to the core."""
         arrival_time = time.perf_counter()
-        self._running_core("generate()")
+        parts = self._life.running("generate()")
         request_id, priority, cache_salt = check_request_options(request_id, priority, cache_salt)
-        assert self._submitter is not None
-        self._submitter.check_request_id_is_free(request_id)
-        self._check_admission()
-        processed = await self._prepare(prompt, sampling_params, cache_salt)
-        self._running_core("generate()")  # it may have stopped meanwhile
-        self._check_admission([processed])
-        collector = self._submitter.submit(
+        parts.submitter.check_request_id_is_free(request_id)
+        _check_admission(parts)
+        processed = await _prepare(parts, prompt, sampling_params, cache_salt)
+        self._life.running("generate()")  # it may have stopped meanwhile
+        _check_admission(parts, [processed])
+        collector = parts.submitter.submit(
             processed, request_id=request_id, arrival_time=arrival_time, priority=priority, cache_salt=cache_salt
         )
-        return collector, self._submitter
+        return collector, parts.submitter
 
     async def generate_batch(
         self,
@@ -155,25 +204,24 @@ class AsyncEngine(EngineLife):
         not all wait, before any of them is started.
         """
         arrival_time = time.perf_counter()
-        self._running_core("generate_batch()")
-        assert self._submitter is not None
+        parts = self._life.running("generate_batch()")
         processed: list[ProcessedInput] = []
         for index, (prompt, params) in enumerate(pair_up(prompts, sampling_params)):
             with naming_prompt(index):
-                processed.append(await self._prepare(prompt, params, None))
+                processed.append(await _prepare(parts, prompt, params, None))
             await asyncio.sleep(0)  # that took up to a millisecond; others have tokens to handle
-        self._running_core("generate_batch()")  # it may have stopped meanwhile
-        self._check_admission(processed)
+        self._life.running("generate_batch()")  # it may have stopped meanwhile
+        _check_admission(parts, processed)
         submitted: list[OutputCollector] = []
         try:
             # Nothing is awaited in between: either all of them reach the next schedule() or none.
             for index, item in enumerate(processed):
                 with naming_prompt(index):
-                    submitted.append(self._submitter.submit(item, request_id=None, arrival_time=arrival_time, final_only=True))
+                    submitted.append(parts.submitter.submit(item, request_id=None, arrival_time=arrival_time, final_only=True))
             return await collect_batch(submitted, progress=progress)
         finally:
             for collector in submitted:
-                self._submitter.drop(collector)
+                parts.submitter.drop(collector)
 
     def abort(self, request_id: str) -> bool:
         """End a request: its stream ends with the finish_reason "abort". False if no such request is live.
@@ -191,46 +239,28 @@ class AsyncEngine(EngineLife):
     def _abort(self, request_id: str, end: Callable[[Submitter, str], bool]) -> bool:
         if not isinstance(request_id, str):
             raise InvalidRequestError(f"the id of a request is a string, got {type(request_id).__name__}")
-        if self._submitter is None or self._is_stopped:
+        parts = self._life.parts
+        if parts is None or self._life.is_stopped:
             return False
         loop = running_loop()
-        if loop is self._loop:
-            return end(self._submitter, request_id)
-        assert self._loop is not None
-        if self._loop.is_closed():
-            raise wrong_loop(self._loop, loop, "abort()")
-        is_live = self._submitter.is_live(request_id)
+        if loop is parts.loop:
+            return end(parts.submitter, request_id)
+        if parts.loop.is_closed():
+            raise wrong_loop(parts.loop, loop, "abort()")
+        is_live = parts.submitter.is_live(request_id)
         if is_live:
-            self._loop.call_soon_threadsafe(end, self._submitter, request_id)
+            parts.loop.call_soon_threadsafe(end, parts.submitter, request_id)
         return is_live
 
     async def submit_unattended(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> str:
         """Start a request that nobody reads: only events show it. Returns the id that they show. Raises as `generate` does."""
         arrival_time = time.perf_counter()
-        self._running_core("submit_unattended()")
-        processed = await self._prepare(prompt, sampling_params, None)
-        self._running_core("submit_unattended()")  # it may have stopped meanwhile
-        self._check_admission([processed])
-        assert self._submitter is not None
-        collector = self._submitter.submit(processed, request_id=None, arrival_time=arrival_time, final_only=True)
-        return self._submitter.scheduled_ids(collector.request_id)[0]
-
-    async def _prepare(self, prompt: Prompt, sampling_params: SamplingParams | None, cache_salt: str | None) -> ProcessedInput:
-        """Everything that takes long with a long prompt, without holding the loop."""
-        assert self._input is not None
-        assert self._core is not None
-        processed = await self._input.process(prompt, sampling_params)
-        kv_cache_manager = self._core.scheduler.kv_cache_manager
-        block_hashes = await hash_long_prompt(kv_cache_manager, processed.prompt_token_ids, cache_salt=cache_salt)
-        return dataclasses.replace(processed, block_hashes=block_hashes) if block_hashes else processed
-
-    def _check_admission(self, requests: Sequence[ProcessedInput] = ()) -> None:
-        """Raise EngineOverloadedError if these may not all wait; without any, if not even one more may."""
-        assert self._admission is not None
-        self._admission.check(
-            num_reqs=sum(item.sampling_params.n for item in requests) if requests else 1,
-            num_tokens=sum(item.sampling_params.n * len(item.prompt_token_ids) for item in requests),
-        )
+        parts = self._life.running("submit_unattended()")
+        processed = await _prepare(parts, prompt, sampling_params, None)
+        self._life.running("submit_unattended()")  # it may have stopped meanwhile
+        _check_admission(parts, [processed])
+        collector = parts.submitter.submit(processed, request_id=None, arrival_time=arrival_time, final_only=True)
+        return parts.submitter.scheduled_ids(collector.request_id)[0]
 
     # ------------------------------------------------------------------ pausing
     def pause(self) -> None:
@@ -238,19 +268,19 @@ class AsyncEngine(EngineLife):
 
         Raises AioEngineError if the engine is not started, EngineDeadError if it stopped.
         """
-        self._running_core("pause()").pause()
+        self._life.running("pause()").core.pause()
 
     def resume(self) -> None:
         """Undo `pause()`. Idempotent."""
-        self._running_core("resume()").resume()
+        self._life.running("resume()").core.resume()
 
     async def step(self) -> int | None:
         """Run one step of a paused engine; its id, or None if there was nothing to run. Raises AioEngineError if not paused."""
-        return await self._running_core("step()").step()
+        return await self._life.running("step()").core.step()
 
     @property
     def is_paused(self) -> bool:
-        return self._core is not None and self._core.is_paused
+        return self._life.parts is not None and self._life.parts.core.is_paused
 
     @property
     def control(self) -> EngineController:
@@ -261,24 +291,25 @@ class AsyncEngine(EngineLife):
     @property
     def config(self) -> EngineConfig:
         """The settings as the user gave them."""
-        return self._config
+        return self._life.config
 
     @property
     def resolved_config(self) -> ResolvedConfig:
         """The settings with every "auto" decided. Raises AioEngineError before `start()`."""
-        return _started(self._resolved)
+        return self._life.started().config
 
     @property
     def model_info(self) -> ModelInfo:
         """The model's facts. Raises AioEngineError before `start()`."""
-        return _started(self._model_info)
+        return self._life.started().model_info
 
     @property
     def tokenizer(self) -> TextTokenizer:
         """The model's tokenizer. Raises AioEngineError before `start()` and where the engine works on token ids only."""
-        if self._tokenizer is None:
-            raise AioEngineError("the engine has no tokenizer" if self._core is not None else "the engine is not started")
-        return self._tokenizer
+        tokenizer = self._life.started().tokenizer
+        if tokenizer is None:
+            raise AioEngineError("the engine has no tokenizer")
+        return tokenizer
 
     def events(self, maxlen: int = DEFAULT_MAXLEN) -> Subscription:
         """Subscribe to the step events from now on: an async iterator and a context manager.
@@ -288,28 +319,31 @@ class AsyncEngine(EngineLife):
         """
         if not isinstance(maxlen, int) or not 1 <= maxlen <= sys.maxsize:
             raise ConfigError(f"maxlen must be an integer from 1 to {sys.maxsize}, got {maxlen!r:.100}")
-        self._check_nobody_else_runs("events()")
-        return self._bus.subscribe(maxlen)
+        self._life.check_nobody_else_runs("events()")
+        return self._life.bus.subscribe(maxlen)
 
     @property
     def bus(self) -> StepBus:
         """Where the step events are published, for observers that want to be called."""
-        return self._bus
+        return self._life.bus
 
     @property
     def wire_header(self) -> WireHeader:
         """What precedes the events where they are recorded or published. Raises AioEngineError before `start()`."""
-        return _started(self._publisher.header)
+        header = self._life.publisher.header
+        if header is None:
+            raise AioEngineError("the engine is not started")
+        return header
 
     def snapshot(self) -> EngineSnapshot:
         """The full state now. Raises AioEngineError before `start()`, and while the engine's event loop runs in another thread."""
-        core = _started(self._core)
-        self._check_nobody_else_runs("snapshot()")
+        core = self._life.started().core
+        self._life.check_nobody_else_runs("snapshot()")
         return core.make_snapshot()
 
     def stats(self) -> SchedulerStats:
         """Gauges and totals now, from any thread. Raises AioEngineError before `start()`."""
-        return _started(self._core).make_stats()
+        return self._life.started().core.make_stats()
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget all cached prefixes. Refused (False) while a request holds KV blocks, unless `reset_running_requests`: then
@@ -319,13 +353,23 @@ class AsyncEngine(EngineLife):
         requests are to be reset and the engine stopped.
         """
         if reset_running_requests:
-            return self._running_core("reset_prefix_cache()").reset_prefix_cache(reset_running_requests=True)
-        core = _started(self._core)
-        self._check_nobody_else_runs("reset_prefix_cache()")
+            return self._life.running("reset_prefix_cache()").core.reset_prefix_cache(reset_running_requests=True)
+        core = self._life.started().core
+        self._life.check_nobody_else_runs("reset_prefix_cache()")
         return core.reset_prefix_cache()
 
 
-def _started(part: T | None) -> T:
-    if part is None:
-        raise AioEngineError("the engine is not started")
-    return part
+async def _prepare(parts: EngineParts, prompt: Prompt, sampling_params: SamplingParams | None, cache_salt: str | None) -> ProcessedInput:
+    """Everything that takes long with a long prompt, without holding the loop."""
+    processed = await parts.input.process(prompt, sampling_params)
+    kv_cache_manager = parts.core.scheduler.kv_cache_manager
+    block_hashes = await hash_long_prompt(kv_cache_manager, processed.prompt_token_ids, cache_salt=cache_salt)
+    return dataclasses.replace(processed, block_hashes=block_hashes) if block_hashes else processed
+
+
+def _check_admission(parts: EngineParts, requests: Sequence[ProcessedInput] = ()) -> None:
+    """Raise EngineOverloadedError if these may not all wait; without any, if not even one more may."""
+    parts.admission.check(
+        num_reqs=sum(item.sampling_params.n for item in requests) if requests else 1,
+        num_tokens=sum(item.sampling_params.n * len(item.prompt_token_ids) for item in requests),
+    )

@@ -1,16 +1,27 @@
-"""What a viewer may do to an engine: `aioengine.events.protocol.EngineControl` over an `AsyncEngine`."""
+"""What a viewer may do to an engine: `aioengine.events.sources.base.EngineControl` over an `AsyncEngine`."""
 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from aioengine.errors import AioEngineError
-from aioengine.events.protocol import ControlError
+from aioengine.events.sources.base import ControlError
 from aioengine.sampling_params import SamplingParams
 
-if TYPE_CHECKING:
-    from aioengine.engine.async_engine import AsyncEngine
+
+class Controllable(Protocol):
+    """What viewers may ask of an engine; every method raises AioEngineError."""
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    async def step(self) -> int | None: ...
+
+    def abort_scheduled(self, scheduled_id: str) -> bool: ...
+
+    async def submit_unattended(self, prompt: str, sampling_params: SamplingParams | None = None) -> str: ...
 
 
 class EngineController:
@@ -19,11 +30,11 @@ class EngineController:
     Every failure is a ControlError with the engine's own words.
     """
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: Controllable) -> None:
         self._reference = weakref.ref(engine)
 
     @property
-    def _engine(self) -> AsyncEngine:
+    def _engine(self) -> Controllable:
         engine = self._reference()
         if engine is None:
             raise ControlError("the engine is gone")

@@ -4,28 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from aioengine.engine.publish_options import PublishOptions
 from aioengine.events.bus import StepBus
-from aioengine.events.protocol import EngineControl
-from aioengine.events.recorder import StepRecorder
-from aioengine.events.recording_file import RecordingFile
+from aioengine.events.recording.locked_file import RecordingFile
+from aioengine.events.recording.writer import StepRecorder
 from aioengine.events.server import EventServer
+from aioengine.events.sources.base import EngineControl
 from aioengine.events.step_event import EngineSnapshot
 from aioengine.events.wire import WireHeader
-
-
-@dataclass(frozen=True, slots=True)
-class PublishOptions:
-    """What the user asked for."""
-
-    record: str | Path | None = None  # a file
-    events: str | Path | None = None  # a socket's path, or tcp:HOST:PORT
-    events_token: str | None = field(default=None, repr=False)  # a secret
-    allow_events_control: bool = False
-    publish_text: bool = False
 
 
 class Publisher:

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aioengine.config import EngineConfig, ModelInfo, ResolvedConfig
-from aioengine.engine.detokenizer import TextTokenizer
+from aioengine.core.scheduler import Scheduler
+from aioengine.engine.inputs.admission import Admission
+from aioengine.engine.inputs.input_processor import InputProcessor
+from aioengine.engine.inputs.submission import Submitter
+from aioengine.engine.loop.engine_core import EngineCore
+from aioengine.engine.outputs.detokenizer import TextTokenizer
+from aioengine.engine.outputs.output_processor import OutputProcessor
+from aioengine.engine.parts import EngineParts
 from aioengine.errors import ConfigError
+from aioengine.events.bus import StepBus
 from aioengine.executor.base import Executor
+from aioengine.structured_output.manager import StructuredOutputManager
 
 if TYPE_CHECKING:
     from aioengine.checkpoint.files import ModelFiles
 
 
 @dataclass(frozen=True, slots=True)
-class EngineParts:
+class EngineSetup:
     """All that is known before anything is loaded onto a device."""
 
     model_info: ModelInfo
@@ -27,24 +37,86 @@ class EngineParts:
     executor: Executor
 
 
-async def find_parts(config: EngineConfig, *, tokenizer: TextTokenizer | None) -> EngineParts:
+async def find_setup(config: EngineConfig, *, tokenizer: TextTokenizer | None) -> EngineSetup:
     """Find (or fetch) the model and resolve the settings for it. Raises ModelError and ConfigError."""
     files, info, own_tokenizer, cuda_available = await asyncio.to_thread(_find_model, config, needs_tokenizer=tokenizer is None)
     resolved = config.resolve(info, cuda_available=cuda_available, free_memory_bytes=free_memory_bytes())
     executor = await asyncio.to_thread(_make_executor, resolved, files)
-    return EngineParts(info, own_tokenizer if tokenizer is None else tokenizer, resolved, executor)
+    return EngineSetup(info, own_tokenizer if tokenizer is None else tokenizer, resolved, executor)
 
 
-def parts_for_executor(
+def setup_for_executor(
     config: EngineConfig, executor: Executor, *, tokenizer: TextTokenizer | None, model_info: ModelInfo | None
-) -> EngineParts:
+) -> EngineSetup:
     """For an executor that the user brought: no model is looked up. Raises ConfigError."""
     info = model_info or getattr(executor, "model_info", None)
     if info is None:
         raise ConfigError(f"executor={type(executor).__name__} was given without model_info=")
     # What the device really is, only the executor knows.
     resolved = config.resolve(info, cuda_available=config.device.startswith("cuda"), free_memory_bytes=free_memory_bytes())
-    return EngineParts(info, tokenizer, resolved, executor)
+    return EngineSetup(info, tokenizer, resolved, executor)
+
+
+async def load_model(setup: EngineSetup) -> tuple[EngineSetup, int]:
+    """Load the weights and measure how many KV blocks fit; the settings then hold what that decides."""
+    executor, config = setup.executor, setup.config
+    await asyncio.wrap_future(executor.load_model())
+    num_blocks = config.cache.num_kv_cache_blocks
+    if num_blocks is None:
+        num_blocks = await asyncio.wrap_future(executor.determine_num_kv_cache_blocks())
+    return replace(setup, config=config.fitted(num_blocks)), num_blocks
+
+
+def build_parts(
+    setup: EngineSetup,
+    *,
+    num_kv_cache_blocks: int,
+    bus: StepBus,
+    publish_text: bool,
+    on_failure: Callable[[BaseException], None],
+) -> EngineParts:
+    """Put together what runs in the event loop, which is the running one. The core is not started yet."""
+    config, tokenizer = setup.config, setup.tokenizer
+    model = config.model
+    scheduler = Scheduler(
+        config.scheduler,
+        cache=config.cache,
+        num_kv_cache_blocks=num_kv_cache_blocks,
+        eos_token_ids=model.eos_token_ids,
+        check_invariants=config.check_invariants,
+    )
+    structured_output = StructuredOutputManager(tokenizer, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids)
+    output = OutputProcessor(tokenizer, publish_text=publish_text)
+    core = EngineCore(
+        scheduler,
+        setup.executor,
+        bus=bus,
+        on_outputs=output.process_outputs,
+        on_failure=on_failure,
+        check_invariants=config.check_invariants,
+        step_timeout_s=config.admission.step_timeout_s,
+        text_source=output if publish_text else None,
+        structured_output=structured_output,
+    )
+    return EngineParts(
+        loop=asyncio.get_running_loop(),
+        model_info=setup.model_info,
+        tokenizer=tokenizer,
+        config=config,
+        structured_output=structured_output,
+        admission=Admission(config.admission, scheduler),
+        input=InputProcessor(
+            model,
+            tokenizer,
+            max_model_len=config.scheduler.max_model_len,
+            max_tokens_limit=scheduler.max_tokens_limit,
+            seed=config.seed,
+            structured_output=structured_output,
+        ),
+        output=output,
+        core=core,
+        submitter=Submitter(core, output, publish_text=publish_text),
+    )
 
 
 def _find_model(config: EngineConfig, *, needs_tokenizer: bool) -> tuple[ModelFiles, ModelInfo, TextTokenizer | None, bool]:

@@ -1,1 +1,1 @@
-"""Every step as an event: the bus, the wire form, the recorder."""
+"""Every step as an event: the bus, the wire form, recordings, and sources of events for viewers."""

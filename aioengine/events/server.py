@@ -14,18 +14,17 @@ from typing import Any
 from aioengine.errors import AioEngineError, ConfigError
 from aioengine.events.address import TcpAddress, UnixAddress, bind, parse_address, remove_socket_file
 from aioengine.events.bus import StepBus
-from aioengine.events.protocol import (
+from aioengine.events.socket_protocol import (
     MAX_COMMAND_BYTES,
     Command,
-    EngineControl,
     Hello,
     Reply,
     Welcome,
     decode_client_line,
     encode_line,
 )
+from aioengine.events.sources.base import EngineControl, Gap
 from aioengine.events.step_event import EngineSnapshot, Event
-from aioengine.events.stream import Gap
 from aioengine.events.wire import WireError, WireHeader, encode, encode_header
 from aioengine.printable import get_logger
 

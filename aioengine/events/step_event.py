@@ -77,7 +77,7 @@ class StepResultEvent:
     finished: list[FinishedInfo] = field(default_factory=list)
     added: list[RequestInfo] = field(default_factory=list)  # arrived since the previous event
     new_text: dict[str, str] = field(default_factory=dict)  # req_id -> text; only where the user asked for text to be published
-    num_draft_tokens: int = 0  # guesses that this step checked
+    num_draft_tokens: int = 0  # draft tokens that this step checked
     num_accepted_tokens: int = 0  # those that were right
     approximate: bool = False  # as in a StepEvent
 

@@ -7,23 +7,27 @@ mistaken for a real one. Sampling parameters always travel, as what differs from
 custom logits processors understand, stay behind.
 
 Any change of the form raises `SCHEMA_VERSION`. A reader refuses a newer version instead of guessing, and reads older ones:
-a field that a line lacks has its default.
+a field that a line lacks has its default. Every field is checked on reading: its name, its type, and sampling parameters as
+for a new request, unless they are of an older engine that took more.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
-from collections.abc import Callable, Mapping
+import typing
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from itertools import chain
+from typing import Any, Literal
 
-import orjson
+import msgspec
 
 from aioengine.core.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
-from aioengine.errors import AioEngineError, InvalidRequestError
-from aioengine.events.json_form import Reader, dataclass_fields, json_form
+from aioengine.errors import AioEngineError
+from aioengine.events.checked_structs import CheckedStructs, StructReader, explain
+from aioengine.events.json_form import MAX_INT, MIN_INT, json_form
+from aioengine.events.params_form import PARTS, build_params, build_part, params_to_dict, read_unchecked
 from aioengine.events.step_event import (
     SCHEMA_VERSION,
     EngineSnapshot,
@@ -34,8 +38,6 @@ from aioengine.events.step_event import (
     StepResultEvent,
 )
 from aioengine.sampling_params import RequestOutputKind, SamplingParams
-
-T = TypeVar("T")
 
 HIDDEN_TOKEN_ID = -1
 """Stands for a token id that did not travel."""
@@ -64,11 +66,25 @@ class WireHeader:
         """The header of this process, now. `config` is a mapping or a dataclass such as `ResolvedConfig`, or None."""
         from aioengine import __version__
 
-        plain: dict[str, Any] = orjson.loads(dumps_anyhow(config or {}))
+        plain: dict[str, Any] = msgspec.json.decode(dumps_anyhow(config or {}))
         return cls(__version__, model, plain, time.time(), time.perf_counter(), include_prompts)
 
 
 # ---------------------------------------------------------------------------------------------------- encoding
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """The fields of a dataclass in order."""
+
+    names: tuple[str, ...]
+    sets: tuple[str, ...]  # those that hold one
+
+    @classmethod
+    def of(cls, kind: type[Any]) -> _Form:
+        hints = typing.get_type_hints(kind)
+        names = tuple(f.name for f in dataclasses.fields(kind))
+        return cls(names, tuple(name for name in names if typing.get_origin(hints[name]) is frozenset))
+
+
 def encode_header(header: WireHeader) -> bytes:
     """The header as one line, newline included. Never raises because of a value (a file name need not be Unicode)."""
     return dumps_anyhow({"type": "header", **{f.name: getattr(header, f.name) for f in dataclasses.fields(header)}}) + b"\n"
@@ -77,58 +93,105 @@ def encode_header(header: WireHeader) -> bytes:
 def encode(event: Event, *, include_prompts: bool = False) -> bytes:
     """One event as one line, newline included. Never raises because of a value.
 
-    Only what differs from the dataclasses is built by hand; the rest is left to orjson, which reads dataclasses
-    natively and is some hundred times faster than `json.dumps(dataclasses.asdict(event))`. Where it refuses (an integer
-    beyond 64 bits, half of a surrogate pair, a key that is no string), the event is written in the nearest form that JSON
-    has (see `json_form`) and says so: `approximate`.
+    Only what differs from the dataclasses is built by hand; the rest is left to msgspec, which reads dataclasses
+    natively and is some hundred times faster than `json.dumps(dataclasses.asdict(event))`. Where there is no exact form (an
+    integer beyond 64 bits, half of a surrogate pair, a key that is no string), the event is written in the nearest form that
+    JSON has (see `json_form`) and says so: `approximate`.
     """
-    line = _event_to_dict(event, include_prompts)
     try:
-        return _dumps(line)
-    except TypeError:  # what orjson raises for whatever it cannot write
+        if _is_plain(event, include_prompts):
+            return _to_line(type(event), event)
+        line = _event_to_dict(event, include_prompts)
+        _check_integers(line)
+        return _to_line(type(event), line)
+    except Exception:  # of msgspec, for what it cannot write, or of a user's object that is looked at
+        line = _event_to_dict(event, include_prompts)
         line["approximate"] = True
-        return _dumps(json_form(line))
+        return _to_line(type(event), json_form(line))
+
+
+def _to_line(kind: type[Event], fields: Event | dict[str, Any]) -> bytes:
+    prefix = _PREFIXES[kind]
+    line = bytearray(prefix)
+    _ENCODER.encode_into(fields, line, len(prefix))
+    line[len(prefix)] = _COMMA  # instead of the opening brace
+    line += b"\n"
+    return bytes(line)
+
+
+def _is_plain(event: Event, include_prompts: bool) -> bool:
+    """It is written as it stands, as most steps are: nothing in it has another form on the wire, and no order is to be chosen."""
+    match event:
+        case StepEvent():
+            output = event.output
+            return not (
+                event.added
+                or output.scheduled_new_reqs
+                or output.scheduled_cached_reqs.all_token_ids
+                or (output.scheduled_spec_decode_tokens and not include_prompts)
+                or any(len(getattr(output, name)) > 1 for name in _FORMS[SchedulerOutput].sets)
+            )
+        case StepResultEvent():
+            return not event.added and (include_prompts or not event.new_text)
+    return False
+
+
+def _check_integers(line: dict[str, Any]) -> None:
+    """Raise OverflowError for an integer of a user's beyond 64 bits: msgspec would write it, and not every reader could read it."""
+    requests = line["output"]["scheduled_new_reqs"] if "output" in line else line.get("requests", ())
+    integers = [info.priority for info in line.get("added", ())]
+    integers += [request["priority"] for request in requests if "priority" in request]
+    for request in requests:
+        params = request["sampling_params"]
+        if params and not _TOKEN_LISTS.isdisjoint(params):
+            integers += _token_ids_of(params)
+    if integers and not (min(integers) >= MIN_INT and max(integers) <= MAX_INT):
+        raise OverflowError("an integer beyond 64 bits")
+
+
+def _token_ids_of(params: dict[str, Any]) -> Iterable[int]:
+    """Those that a user chose: nothing bounds them but the model's vocabulary."""
+    chosen = (params.get(name) or () for name in ("stop_token_ids", "allowed_token_ids"))
+    biased = (token_id for token_id, _ in params.get("logit_bias", ()))
+    return chain(*chosen, biased, *params.get("bad_words_token_ids", ()))
 
 
 def _event_to_dict(event: Event, include_prompts: bool) -> dict[str, Any]:
+    """Without its type."""
+    line = _fields_of(event)
     match event:
         case StepEvent():
-            return _step_to_dict(event, include_prompts)
-        case StepResultEvent():
-            line = _flat_to_dict("result", event)
-            if not include_prompts:
-                line["new_text"] = {}
-                line["added"] = [_without_prompt(info) for info in event.added]
-            return line
+            line["output"] = _output_to_dict(event.output, include_prompts)
+        case StepResultEvent() if not include_prompts:
+            line["new_text"] = {}
         case EngineSnapshot():
-            line = _flat_to_dict("snapshot", event)
             line["requests"] = [_request_snapshot_to_dict(request, include_prompts) for request in event.requests]
-            return line
-    raise TypeError(f"{type(event).__name__} is no event")
+    if not include_prompts and not isinstance(event, EngineSnapshot):
+        line["added"] = [_without_prompt(info) for info in event.added]
+    return line
 
 
 def dumps_anyhow(value: Any) -> bytes:
-    """JSON without a newline: exact if there is such a form, else `json_form`."""
-    try:
-        return orjson.dumps(value, default=_jsonable)
-    except TypeError:
-        return orjson.dumps(json_form(value))
-
-
-def _dumps(value: dict[str, Any]) -> bytes:
-    return orjson.dumps(value, default=_jsonable, option=orjson.OPT_APPEND_NEWLINE)
+    """JSON without a newline, in the nearest form that there is."""
+    return _ENCODER.encode(json_form(value))
 
 
 def _jsonable(value: Any) -> Any:
-    if isinstance(value, (set, frozenset)):
-        return sorted(value)  # sorted, so that equal events are equal bytes
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError(f"{type(value).__name__} has no wire form")
 
 
-def _flat_to_dict(tag: str, event: StepResultEvent | EngineSnapshot) -> dict[str, Any]:
-    return {"type": tag, **{name: getattr(event, name) for name in _FIELDS[type(event)]}}
+def _fields_of(value: Any) -> dict[str, Any]:
+    """Field by field; sets sorted, so that equal events are equal bytes."""
+    form = _FORMS.get(type(value))
+    if form is None:
+        raise TypeError(f"{type(value).__name__} is no event")
+    line: dict[str, Any] = {name: getattr(value, name) for name in form.names}
+    for name in form.sets:
+        if len(line[name]) > 1:
+            line[name] = sorted(line[name])
+    return line
 
 
 def _without_prompt(info: RequestInfo) -> RequestInfo:
@@ -136,7 +199,7 @@ def _without_prompt(info: RequestInfo) -> RequestInfo:
 
 
 def _request_snapshot_to_dict(request: RequestSnapshot, include_prompts: bool) -> dict[str, Any]:
-    line: dict[str, Any] = {name: getattr(request, name) for name in _FIELDS[RequestSnapshot]}
+    line = _fields_of(request)
     if request.sampling_params is not None:
         line["sampling_params"] = params_to_dict(request.sampling_params)
     if not include_prompts:
@@ -144,95 +207,21 @@ def _request_snapshot_to_dict(request: RequestSnapshot, include_prompts: bool) -
     return line
 
 
-def params_to_dict(params: SamplingParams, *, complete: bool = False) -> dict[str, Any]:
-    """Plain values: what differs from the defaults, or everything; never `extra_args`.
-
-    Plain JSON values, but for what a user's JSON schema may hold.
-    """
-    line: dict[str, Any] = {name: getattr(params, name) for name in _PARAM_FIELDS}
-    if not complete:
-        line = {name: value for name, value in line.items() if value is not _DEFAULTS[name] and value != _DEFAULTS[name]}
-    if "logit_bias" in line:
-        line["logit_bias"] = list(params.logit_bias.items())  # JSON has no integer keys
-    if "output_kind" in line:
-        line["output_kind"] = params.output_kind.name
-    for name in _PARAM_PARTS:
-        part = line.get(name)
-        if part is not None:
-            line[name] = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
-    return line
-
-
-def _params_from_dict(fields: dict[str, Any]) -> SamplingParams:
-    return SamplingParams(**_params_fields(fields))
-
-
-def _unchecked_params_from_dict(fields: dict[str, Any]) -> SamplingParams:
-    """Of an older schema, whose engine took values that this one refuses, or of an event whose values are not exact."""
-    try:
-        return SamplingParams(**_params_fields(dict(fields)))
-    except InvalidRequestError:
-        return _build_unchecked(SamplingParams, {name: _tuples(value) for name, value in _params_fields(fields).items()})
-
-
-def _params_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    if "logit_bias" in fields:
-        fields["logit_bias"] = dict(fields["logit_bias"])
-    if "bad_words_token_ids" in fields:
-        fields["bad_words_token_ids"] = tuple(tuple(ids) for ids in fields["bad_words_token_ids"])
-    if "output_kind" in fields:
-        fields["output_kind"] = RequestOutputKind[fields["output_kind"]]
-    for name, cls in _PARAM_PARTS.items():
-        if isinstance(fields.get(name), dict):
-            fields[name] = _build_unchecked(cls, {key: _tuples(value) for key, value in fields[name].items()})
-    return fields
-
-
-def _build_unchecked(cls: type[T], fields: dict[str, Any]) -> T:
-    """An instance without the checks of its constructor. Raises TypeError for an unknown field."""
-    made = object.__new__(cls)
-    for f in dataclasses.fields(cls):  # type: ignore[arg-type]
-        default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
-        value = fields.pop(f.name, default)
-        if value is dataclasses.MISSING:
-            raise TypeError(f"{cls.__name__} lacks {f.name!r}")
-        object.__setattr__(made, f.name, value)
-    if fields:
-        raise TypeError(f"{cls.__name__} has no {next(iter(fields))!r}")
-    return made
-
-
-def _tuples(value: Any) -> Any:
-    """The form that parameters have once built: their lists are tuples."""
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _step_to_dict(event: StepEvent, include_prompts: bool) -> dict[str, Any]:
-    line: dict[str, Any] = {"type": "step"}
-    for name in _FIELDS[StepEvent]:
-        line[name] = getattr(event, name)
-    line["output"] = _output_to_dict(event.output, include_prompts)
-    if not include_prompts:
-        line["added"] = [_without_prompt(info) for info in event.added]
-    return line
-
-
 def _output_to_dict(output: SchedulerOutput, include_prompts: bool) -> dict[str, Any]:
-    cached = output.scheduled_cached_reqs
-    cached_line: dict[str, Any] = {name: getattr(cached, name) for name in _FIELDS[CachedRequestData]}
+    cached_line = _fields_of(output.scheduled_cached_reqs)
     if not include_prompts:
         cached_line["num_all_tokens"] = {req_id: len(ids) for req_id, ids in cached_line.pop("all_token_ids").items()}
-    line: dict[str, Any] = {name: getattr(output, name) for name in _FIELDS[SchedulerOutput]}
+    line = _fields_of(output)
     if not include_prompts and output.scheduled_spec_decode_tokens:
-        guesses = output.scheduled_spec_decode_tokens
-        line["scheduled_spec_decode_tokens"] = {req_id: [HIDDEN_TOKEN_ID] * len(ids) for req_id, ids in guesses.items()}
+        draft_token_ids = output.scheduled_spec_decode_tokens
+        line["scheduled_spec_decode_tokens"] = {req_id: [HIDDEN_TOKEN_ID] * len(ids) for req_id, ids in draft_token_ids.items()}
     line["scheduled_new_reqs"] = [_new_request_to_dict(new, include_prompts) for new in output.scheduled_new_reqs]
     line["scheduled_cached_reqs"] = cached_line
     return line
 
 
 def _new_request_to_dict(new: NewRequestData, include_prompts: bool) -> dict[str, Any]:
-    line: dict[str, Any] = {name: getattr(new, name) for name in _FIELDS[NewRequestData]}
+    line = _fields_of(new)
     line["sampling_params"] = params_to_dict(new.sampling_params)
     if not include_prompts:
         line["num_prompt_tokens"] = len(line.pop("prompt_token_ids"))
@@ -242,8 +231,8 @@ def _new_request_to_dict(new: NewRequestData, include_prompts: bool) -> dict[str
 # ---------------------------------------------------------------------------------------------------- decoding
 def decode_header(line: bytes | str) -> WireHeader:
     """Raises WireError if the line is no header, or is one of a newer schema."""
-    fields = _loads(line)
-    if fields.pop("type", None) != "header":
+    fields = _loads(line)  # of whatever version it is
+    if fields.get("type") != "header":
         raise WireError('not an aioengine recording: the first line is no header ("type": "header")')
     version = fields.get("schema_version")
     if not isinstance(version, int) or version < 1:
@@ -254,56 +243,60 @@ def decode_header(line: bytes | str) -> WireHeader:
             f"(written by aioengine {fields.get('engine_version')}): upgrade aioengine"
         )
     try:
-        return WireHeader(**fields)
-    except TypeError as exc:
-        raise WireError(f"not a header of schema version {version}: {exc}") from exc
+        return _HEADERS.read(line)  # type: ignore[no-any-return]
+    except ValueError as exc:
+        raise WireError(f"not a header of schema version {version}: {explain(exc)}") from exc
 
 
 def decode(line: bytes | str, *, schema_version: int = SCHEMA_VERSION) -> Event:
     """The event on a line; `schema_version` is that of the header before it. Fields that it lacks get their defaults.
 
-    Raises WireError if there is no event.
+    Raises WireError, which names the field, if there is no event.
     """
-    fields = _loads(line)
-    tag = fields.pop("type", None)
-    cls = _EVENT_TYPES.get(tag) if isinstance(tag, str) else None
-    if cls is None:
-        raise WireError(f"unknown event type {tag!r}; known: {', '.join(_EVENT_TYPES)}")
-    reader = _LENIENT_READER if schema_version < SCHEMA_VERSION or fields.get("approximate") else _READER
     try:
-        event: Event = reader.build(cls, fields)
-        _check_place(event)
-        return event
-    except (KeyError, TypeError, ValueError, AttributeError) as exc:
-        raise WireError(f"not a {tag} event of schema version {schema_version}: {type(exc).__name__}: {exc}") from exc
+        return _read(line, lenient=schema_version < SCHEMA_VERSION)
+    except _REFUSALS as exc:
+        fields = _loads(line)
+        tag = fields.get("type")
+        if not isinstance(tag, str) or tag not in _EVENT_TYPES:
+            raise WireError(f"unknown event type {tag!r}; known: {', '.join(_EVENT_TYPES)}") from None
+        raise WireError(f"not a {tag} event of schema version {schema_version}: {explain(exc)}") from exc
 
 
-def _check_place(event: Event) -> None:
-    """Every reader counts with these two, and makes file names of them."""
-    if not isinstance(event.step_id, int) or not isinstance(event.time, (int, float)):
-        raise TypeError(f"step_id {event.step_id!r} or time {event.time!r} is no number")
+def _read(line: bytes | str, *, lenient: bool) -> Event:
+    try:
+        return (_LENIENT_EVENTS if lenient else _EVENTS).read(line)  # type: ignore[no-any-return]
+    except _REFUSALS:
+        if lenient or _loads(line).get("approximate") is not True:
+            raise
+    return _read(line, lenient=True)  # what it holds need not be what it was, and has been accepted once
 
 
 def _loads(line: bytes | str) -> dict[str, Any]:
     try:
-        fields = orjson.loads(line)
-    except orjson.JSONDecodeError as exc:
+        fields = msgspec.json.decode(line)
+    except (ValueError, RecursionError) as exc:
         raise WireError(f"not JSON: {exc}") from exc
     if not isinstance(fields, dict):
         raise WireError(f"expected a JSON object, got {type(fields).__name__}")
     return fields
 
 
-def _cached_from_dict(reader: Reader, fields: dict[str, Any]) -> CachedRequestData:
-    if "num_all_tokens" in fields:
-        fields["all_token_ids"] = {req_id: _hidden(n) for req_id, n in fields.pop("num_all_tokens").items()}
-    return reader.build(CachedRequestData, fields)  # type: ignore[no-any-return]
+def _build_cached(*fields: Any) -> CachedRequestData:
+    *own, num_all_tokens = fields
+    cached = CachedRequestData(*own)
+    if num_all_tokens is msgspec.UNSET:
+        return cached
+    return dataclasses.replace(cached, all_token_ids={req_id: _hidden(count) for req_id, count in num_all_tokens.items()})
 
 
-def _new_request_from_dict(reader: Reader, fields: dict[str, Any]) -> NewRequestData:
-    if "num_prompt_tokens" in fields:
-        fields["prompt_token_ids"] = _hidden(fields.pop("num_prompt_tokens"))
-    return reader.build(NewRequestData, fields)  # type: ignore[no-any-return]
+def _build_new_request(req_id: str, token_ids: Any, *fields: Any) -> NewRequestData:
+    *own, num_prompt_tokens = fields
+    if num_prompt_tokens is not msgspec.UNSET:
+        token_ids = _hidden(num_prompt_tokens)
+    if token_ids is msgspec.UNSET:
+        raise ValueError(f"the new request {req_id!r} has neither prompt_token_ids nor num_prompt_tokens")
+    return NewRequestData(req_id, token_ids, *own)
 
 
 def _hidden(count: int) -> list[int]:
@@ -312,27 +305,37 @@ def _hidden(count: int) -> list[int]:
     return [HIDDEN_TOKEN_ID] * count
 
 
-def _make_reader(params_from_dict: Callable[[dict[str, Any]], SamplingParams]) -> Reader:
-    special: dict[type[Any], Callable[[Any], Any]] = {SamplingParams: params_from_dict}
-    reader = Reader(special)
-    # Forms that are not the dataclass's own; each builds its fields with the same reader.
-    return Reader(
-        {
-            **special,
-            CachedRequestData: functools.partial(_cached_from_dict, reader),
-            NewRequestData: functools.partial(_new_request_from_dict, reader),
-        }
+# ---------------------------------------------------------------------------------------------------- the readers
+def _make_structs(*, lenient: bool) -> CheckedStructs:
+    """lenient: of an older schema, or of an event that is not exact; see `read_unchecked`."""
+    kind_names = tuple(kind.name for kind in RequestOutputKind)
+    return CheckedStructs(
+        own_fields={
+            CachedRequestData: {"num_all_tokens": dict[str, int] | msgspec.UnsetType},
+            NewRequestData: {"prompt_token_ids": list[int] | msgspec.UnsetType, "num_prompt_tokens": int | msgspec.UnsetType},
+            SamplingParams: {"logit_bias": list[tuple[int, int | float]], "output_kind": Literal[kind_names], "extra_args": None},
+        },
+        build={
+            CachedRequestData: _build_cached,
+            NewRequestData: _build_new_request,
+            SamplingParams: build_params,
+            **{cls: build_part(cls) for cls in PARTS.values()},
+        },
+        plain={SamplingParams: read_unchecked} if lenient else {},
     )
 
 
-# Constants of the form, computed once: the field names in order, and the class of each event type.
-_FIELDS: dict[type[Any], tuple[str, ...]] = {
-    cls: tuple(f.name for f in dataclasses.fields(cls))
+# Constants of the form, computed once.
+_REFUSALS = (KeyError, TypeError, ValueError, AttributeError, RecursionError)  # of msgspec's, and of what builds the parameters
+_FORMS = {
+    cls: _Form.of(cls)
     for cls in (StepEvent, StepResultEvent, EngineSnapshot, RequestSnapshot, SchedulerOutput, NewRequestData, CachedRequestData)
 }
-_PARAM_FIELDS = tuple(f.name for f in dataclasses.fields(SamplingParams) if f.name != "extra_args")
-_DEFAULTS = {name: getattr(SamplingParams(), name) for name in _PARAM_FIELDS}
-_PARAM_PARTS = dataclass_fields(SamplingParams)
+_TOKEN_LISTS = frozenset({"stop_token_ids", "allowed_token_ids", "logit_bias", "bad_words_token_ids"})
+_COMMA = ord(",")
+_ENCODER = msgspec.json.Encoder(enc_hook=_jsonable)
 _EVENT_TYPES: dict[str, type[Any]] = {"step": StepEvent, "result": StepResultEvent, "snapshot": EngineSnapshot}
-_READER = _make_reader(_params_from_dict)
-_LENIENT_READER = _make_reader(_unchecked_params_from_dict)
+_PREFIXES = {cls: f'{{"type":"{tag}"'.encode() for tag, cls in _EVENT_TYPES.items()}
+_HEADERS = StructReader({"header": WireHeader}, CheckedStructs())
+_EVENTS = StructReader(_EVENT_TYPES, _make_structs(lenient=False))
+_LENIENT_EVENTS = StructReader(_EVENT_TYPES, _make_structs(lenient=True))

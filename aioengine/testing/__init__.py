@@ -10,6 +10,7 @@ from aioengine.testing.books import ContractError
 from aioengine.testing.builders import make_model_info, make_request, make_scheduler
 from aioengine.testing.executor import FakeExecutor
 from aioengine.testing.tokens import BOS_TOKEN_ID, EOS_TOKEN_ID, FakeTokenizer, NextToken, default_next_token, scripted
+from aioengine.testing.virtual_time import VirtualTimeLoop, in_virtual_time
 
 __all__ = [
     "BOS_TOKEN_ID",
@@ -18,7 +19,9 @@ __all__ = [
     "FakeExecutor",
     "FakeTokenizer",
     "NextToken",
+    "VirtualTimeLoop",
     "default_next_token",
+    "in_virtual_time",
     "make_model_info",
     "make_request",
     "make_scheduler",

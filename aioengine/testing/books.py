@@ -30,10 +30,10 @@ class WorkerRequest:
         self.token_ids.append(token_id)
         self.digests.append(hash((self.digests[-1] if self.digests else 0, token_id)))
 
-    def digests_with(self, guesses: Sequence[int]) -> list[int]:
-        """The digests of the tokens, and of guesses behind them."""
-        digests = self.digests.copy() if guesses else self.digests
-        for token_id in guesses:
+    def digests_with(self, draft_token_ids: Sequence[int]) -> list[int]:
+        """The digests of the tokens, and of draft tokens behind them."""
+        digests = self.digests.copy() if draft_token_ids else self.digests
+        for token_id in draft_token_ids:
             digests.append(hash((digests[-1], token_id)))
         return digests
 

@@ -19,6 +19,7 @@ from aioengine.outputs import ModelRunnerOutput, TokenLogprobs, WorkerTiming
 from aioengine.testing.books import ContractError, WorkerBooks, WorkerRequest, expect, make_logprobs
 from aioengine.testing.builders import make_model_info
 from aioengine.testing.tokens import NextToken, default_next_token
+from aioengine.testing.virtual_time import LoopWorker
 
 Phase = Literal["execute", "sample"]
 
@@ -46,7 +47,7 @@ class _Executed:
     step_id: int
     req_ids: list[str]
     samples: set[str]
-    guesses: dict[str, list[int]]
+    draft_token_ids: dict[str, list[int]]
     execute_start: float
     execute_end: float
     prompt_logprobs: dict[str, list[TokenLogprobs]]
@@ -64,6 +65,8 @@ class FakeExecutor:
 
     num_blocks: KV blocks, the null block included, where the configuration does not say. max_num_seqs: worker slots.
     forward_s: each forward sleeps this long with the GIL released, as a device does.
+    in_loop: there is no thread; each step runs in the event loop after `forward_s` seconds of the loop's clock. With a
+    `VirtualTimeLoop` nothing waits, and who meets whom is the same in every run. `hang_at` needs the thread.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class FakeExecutor:
         forward_s: float = 0.0,
         next_token: NextToken = default_next_token,
         model_info: ModelInfo | None = None,
+        in_loop: bool = False,
     ) -> None:
         self.model_info = model_info or make_model_info()
         self.forward_s = forward_s
@@ -87,7 +91,7 @@ class FakeExecutor:
         self._request_faults: dict[str, _RequestFault] = {}
         self._released = threading.Event()
         self._unstuck = threading.Event()
-        self._thread = WorkerThread("fake-worker")
+        self._worker = LoopWorker() if in_loop else WorkerThread("fake-worker")
 
     # ------------------------------------------------------------------ faults
     def fail_at(self, step_id: int, *, phase: Phase = "execute", exception: BaseException | None = None) -> None:
@@ -99,6 +103,8 @@ class FakeExecutor:
 
         through_shutdown: until `release()` only, as a device does that never answers; `shutdown()` then waits for the step.
         """
+        if isinstance(self._worker, LoopWorker):
+            raise ValueError("a step that hangs in the event loop would hang everything: hang_at() is for a FakeExecutor with a thread")
         self._faults.append(_Fault(step_id, phase, None, self._unstuck if through_shutdown else self._released))
 
     def fail_request(self, request_id: str, *, num_output_tokens: int = 0, cause: str = "its logits are NaN") -> None:
@@ -151,23 +157,25 @@ class FakeExecutor:
 
     # ------------------------------------------------------------------ Executor
     def load_model(self) -> Future[None]:
-        return self._thread.submit(lambda: None)
+        return self._worker.submit(lambda: None)
 
     def determine_num_kv_cache_blocks(self) -> Future[int]:
-        return self._thread.submit(lambda: self.num_blocks)
+        return self._worker.submit(lambda: self.num_blocks)
 
     def initialize_kv_cache(self, num_blocks: int) -> Future[None]:
-        return self._thread.submit(self._books.initialize_kv_cache, num_blocks)
+        return self._worker.submit(self._books.initialize_kv_cache, num_blocks)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Future[None]:
-        return self._thread.submit(self._execute, scheduler_output)
+        if isinstance(self._worker, LoopWorker):
+            return self._worker.submit(self._execute, scheduler_output, after_s=self._time_of(scheduler_output))
+        return self._worker.submit(self._execute, scheduler_output)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> Future[ModelRunnerOutput]:
-        return self._thread.submit(self._sample, grammar_output)
+        return self._worker.submit(self._sample, grammar_output)
 
     def collective_rpc(self, method: Callable[..., Any] | str, *args: Any) -> Future[list[Any]]:
         call = getattr(self, method) if isinstance(method, str) else partial(method, self)
-        return self._thread.submit(lambda: [call(*args)])
+        return self._worker.submit(lambda: [call(*args)])
 
     def check_health(self) -> None:
         if self.is_shut_down:
@@ -176,23 +184,26 @@ class FakeExecutor:
     def shutdown(self) -> None:
         self.is_shut_down = True
         self._released.set()
-        self._thread.shutdown()
+        self._worker.shutdown()
 
-    # ------------------------------------------------------------------ the worker thread
+    def _time_of(self, output: SchedulerOutput) -> float:
+        return 0.0 if output.is_cleanup_only else self.forward_s
+
+    # ------------------------------------------------------------------ the worker
     def _execute(self, output: SchedulerOutput) -> None:
         execute_start = time.perf_counter()
         self._meet_fault(output.step_id, "execute")
         self.outputs.append(output)
         self._books.apply(output)
         samples = self._books.forward(output)
-        if self.forward_s and not output.is_cleanup_only:
-            time.sleep(self.forward_s)
+        if isinstance(self._worker, WorkerThread) and (seconds := self._time_of(output)):
+            time.sleep(seconds)
         req_ids = list(output.num_scheduled_tokens)
-        guesses = output.scheduled_spec_decode_tokens
+        draft_token_ids = output.scheduled_spec_decode_tokens
         prompt_logprobs = self._books.take_prompt_logprobs(output, vocab_size=self.model_info.vocab_size)
         failed = {req_id: cause for req_id, cause in self._books.failed.items() if req_id in output.num_scheduled_tokens}
         self._executed.append(
-            _Executed(output.step_id, req_ids, samples, guesses, execute_start, time.perf_counter(), prompt_logprobs, failed)
+            _Executed(output.step_id, req_ids, samples, draft_token_ids, execute_start, time.perf_counter(), prompt_logprobs, failed)
         )
 
     def _sample(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
@@ -209,7 +220,7 @@ class FakeExecutor:
             if req_id not in step.samples:
                 sampled.append([])
                 continue
-            token_ids, cause = self._sample_request(req_id, request, step.guesses.get(req_id, ()), bitmasks.get(req_id))
+            token_ids, cause = self._sample_request(req_id, request, step.draft_token_ids.get(req_id, ()), bitmasks.get(req_id))
             if cause is not None or req_id in failed:
                 failed.setdefault(req_id, cause or "")
                 sampled.append([])
@@ -229,19 +240,19 @@ class FakeExecutor:
         )
 
     def _sample_request(
-        self, req_id: str, request: WorkerRequest, guesses: Sequence[int], bitmask: bytes | None
+        self, req_id: str, request: WorkerRequest, draft_token_ids: Sequence[int], bitmask: bytes | None
     ) -> tuple[list[int], str | None]:
-        """The tokens up to the first that is not its guess, and why this request fails, if it does."""
+        """The tokens up to the first that is not its draft token, and why this request fails, if it does."""
         token_ids: list[int] = []
         cause = None
-        for guess in [*guesses, None]:
+        for draft_token_id in [*draft_token_ids, None]:
             cause = self._fails(req_id, request)
             token_ids.append(self._pick(request, bitmask))
             request.append(token_ids[-1])  # also of a failed one: a step that is already planned goes on from it
-            if cause is not None or token_ids[-1] != guess:
+            if cause is not None or token_ids[-1] != draft_token_id:
                 break
-        if guesses and request.has_slot:
-            request.num_computed_tokens = len(request.token_ids) - 1  # behind wrong guesses the step is undone
+        if draft_token_ids and request.has_slot:
+            request.num_computed_tokens = len(request.token_ids) - 1  # behind rejected draft tokens the step is undone
         return token_ids, cause
 
     def _pick(self, request: WorkerRequest, bitmask: bytes | None) -> int:

@@ -18,7 +18,7 @@ VOCAB_SIZE = 261
 
 
 class FakeTokenizer:
-    """One token a byte of UTF-8, then a few special tokens. Satisfies `aioengine.engine.detokenizer.TextTokenizer`."""
+    """One token a byte of UTF-8, then a few special tokens. Satisfies `aioengine.engine.outputs.detokenizer.TextTokenizer`."""
 
     has_chat_template = True
     vocab_size = VOCAB_SIZE

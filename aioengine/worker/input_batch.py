@@ -43,7 +43,7 @@ class InputBatch:
     slot_mapping: torch.Tensor  # [num_tokens] int64: block_id * block_size + offset
     block_table: torch.Tensor  # [num_reqs, max_num_blocks of this step] int32
     logits_indices: torch.Tensor  # [num_rows] int64: the rows of the hidden states that are sampled from
-    sampled_np: LongArray  # [num_rows]: the batch index of each of them; a request with guesses has several in a row
+    sampled_np: LongArray  # [num_rows]: the batch index of each of them; a request with draft tokens has several in a row
     row_seq_lens_np: LongArray  # [num_rows]: how many tokens come before the one that a row samples
     staged: StagedSampling | None = None  # what the device's sampler reads; None where the sampler reads the host's tables
     arrays: StagedArrays | None = None  # what the tensors of a device's step are views of
@@ -86,8 +86,8 @@ class StepPlan:
 def plan_step(out: SchedulerOutput, *, states: RequestStates, block_table: BlockTable, decodes_first: bool = False) -> StepPlan:
     """Lay out a step, from `states.num_computed_tokens` on for each request.
 
-    A request samples if the step reaches the last token that is known; with guesses behind it, once after that token and once
-    after each of them. The guesses stand in the token table and count as known for this step only.
+    A request samples if the step reaches the last token that is known; with draft tokens behind it, once after that token and once
+    after each of them. The draft tokens stand in the token table and count as known for this step only.
     decodes_first: requests with one token come before the others; else the order is the scheduler's.
     Raises RuntimeError if the step wants a token that is not known yet or a position that has no block.
     """
@@ -98,17 +98,17 @@ def plan_step(out: SchedulerOutput, *, states: RequestStates, block_table: Block
     starts = states.num_computed_tokens[slots]
     seq_lens = starts + num_scheduled
     known = states.num_known_tokens[slots]
-    guesses = out.scheduled_spec_decode_tokens
-    if guesses:
-        num_guesses = np.fromiter((len(guesses.get(r, ())) for r in req_ids), dtype=np.int32, count=len(req_ids))
-        known = known + num_guesses
+    draft_token_ids = out.scheduled_spec_decode_tokens
+    if draft_token_ids:
+        num_draft_tokens = np.fromiter((len(draft_token_ids.get(r, ())) for r in req_ids), dtype=np.int32, count=len(req_ids))
+        known = known + num_draft_tokens
     _check_in_reach(req_ids, seq_lens, known=known, held=block_table.num_blocks[slots] * block_table.block_size)
     query_start_loc = np.zeros(len(req_ids) + 1, dtype=np.int32)
     np.cumsum(num_scheduled, out=query_start_loc[1:])
     sampled = (seq_lens == known).nonzero()[0]
     row_seq_lens = seq_lens[sampled].astype(np.int64)
-    if guesses:
-        num_rows = 1 + num_guesses[sampled]
+    if draft_token_ids:
+        num_rows = 1 + num_draft_tokens[sampled]
         sampled, row_seq_lens = np.repeat(sampled, num_rows), np.repeat(row_seq_lens, num_rows)
         num_to_come = np.repeat(num_rows.cumsum(), num_rows) - np.arange(len(sampled)) - 1  # rows of the same request
         row_seq_lens -= num_to_come

@@ -169,8 +169,8 @@ class ModelRunner:
         for new in out.scheduled_new_reqs:
             self._add_request(new)
         self._update_cached_requests(out.scheduled_cached_reqs)
-        for req_id, guesses in out.scheduled_spec_decode_tokens.items():
-            self.states.write_guesses(req_id, guesses)
+        for req_id, draft_token_ids in out.scheduled_spec_decode_tokens.items():
+            self.states.write_draft_tokens(req_id, draft_token_ids)
 
     def _add_request(self, new: NewRequestData) -> None:
         slot = self.states.add(new.req_id, new.prompt_token_ids, new.sampling_params)

@@ -108,14 +108,14 @@ class RequestStates:
         self.token_ids[slots, self.num_known_tokens[slots]] = token_ids
         self.num_known_tokens[slots] += 1
 
-    def write_guesses(self, req_id: str, token_ids: Sequence[int]) -> None:
-        """Put guesses behind the known tokens of a request, for one step to read. They stay unknown."""
+    def write_draft_tokens(self, req_id: str, token_ids: Sequence[int]) -> None:
+        """Put draft tokens behind the known tokens of a request, for one step to read. They stay unknown."""
         slot = self._slots[req_id]
         start = int(self.num_known_tokens[slot])
         self.token_ids[slot, start : start + len(token_ids)] = token_ids
 
     def append_accepted(self, req_id: str, slot: int, token_ids: Sequence[int]) -> None:
-        """Write the tokens of a request that had guesses behind its known ones. As `append_sampled` for who lost its slot."""
+        """Write the tokens of a request that had draft tokens behind its known ones. As `append_sampled` for who lost its slot."""
         if self._slots.get(req_id) == slot:
             start = int(self.num_known_tokens[slot])
             self.token_ids[slot, start : start + len(token_ids)] = token_ids

@@ -1,6 +1,7 @@
 """The command line of `aioengine bench`: its subcommands. Flags are named as in `vllm bench`.
 
-Imports nothing heavy: the help must answer at once. What a subcommand does is imported when it runs.
+The options are the fields of the settings. Imports nothing heavy: the help must answer at once. What a subcommand does is
+imported when it runs.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from aioengine_bench.flags import (
-    WORKLOADS,
     add_dataset_options,
     add_load_options,
     add_metric_options,
@@ -18,11 +18,20 @@ from aioengine_bench.flags import (
     add_save_options,
     arrival_process,
     dataset_spec,
-    numbers,
-    refuse_unused,
     sampling_spec,
-    save_options,
 )
+from aioengine_bench.options import add_options, given, refuse_unused
+from aioengine_bench.settings import (
+    CompareSettings,
+    KernelSettings,
+    LatencySettings,
+    OverheadSettings,
+    ReportSettings,
+    ServeSettings,
+    SweepSettings,
+    ThroughputSettings,
+)
+from aioengine_bench.specs import SaveOptions
 
 if TYPE_CHECKING:
     from aioengine_bench.host import Host
@@ -68,29 +77,23 @@ def _add_throughput(commands: Any, host: Host) -> None:
   aioengine bench throughput --input-len 128 --output-len 64 --num-prompts 32 --output-json -
 """,
     )
-    parser.add_argument(
-        "--num-runs", type=int, metavar="N", default=1, help="runs, prefix cache reset before each; the median counts (default: 1)"
-    )
-    parser.add_argument("--num-warmups", type=int, metavar="N", default=1, help="requests before the first run (default: 1)")
-    parser.add_argument("--stream", action="store_true", help="consume every output as it comes, not only the final ones")
+    add_options(parser, ThroughputSettings)
     add_dataset_options(parser, num_prompts=64)
     add_sampling_options(parser)
     add_save_options(parser)
     host.add_engine_options(parser)
 
     def handle(args: argparse.Namespace, start_time: float) -> None:
-        from aioengine_bench.throughput import ThroughputSettings, throughput
+        from aioengine_bench.settings import ThroughputSettings
+        from aioengine_bench.throughput import throughput
 
         settings = ThroughputSettings(
+            **given(args, ThroughputSettings),
             config=host.engine_config(args),
             dataset=dataset_spec(args),
             sampling=sampling_spec(args),
             save=save_options(args),
-            num_warmups=args.num_warmups,
-            num_runs=args.num_runs,
-            stream=args.stream,
             publish=host.publish_options(args),
-            disable_progress=args.disable_tqdm,
         )
         host.run(throughput(settings, host))
 
@@ -104,33 +107,21 @@ def _add_latency(commands: Any, host: Host) -> None:
         "time one batch, again and again",
         "  aioengine bench latency --input-len 32 --output-len 128 --batch-size 8 --num-iters 10\n",
     )
-    add = parser.add_argument
-    add("--input-len", type=int, metavar="N", default=32, help="prompt tokens (default: 32)")
-    add("--output-len", type=int, metavar="N", default=128, help="output tokens (default: 128)")
-    add("--batch-size", type=int, metavar="N", default=8, help="requests of the batch (default: 8)")
-    add("--num-iters-warmup", type=int, metavar="N", default=10, help="batches that do not count (default: 10)")
-    add("--num-iters", type=int, metavar="N", default=30, help="batches that do (default: 30)")
-    add("--seed", type=int, metavar="N", default=0, help="of the prompts and the sampling (default: 0)")
+    add_options(parser, LatencySettings)
     add_sampling_options(parser)
     add_save_options(parser, detailed=False)
     host.add_engine_options(parser)
 
     def handle(args: argparse.Namespace, start_time: float) -> None:
         vars(args).setdefault("engine_enable_prefix_caching", False)  # the same prompts come every time
-        from aioengine_bench.latency import LatencySettings, latency
+        from aioengine_bench.latency import latency
 
         settings = LatencySettings(
+            **given(args, LatencySettings),
             config=host.engine_config(args),
             sampling=sampling_spec(args),
             save=save_options(args),
-            input_len=args.input_len,
-            output_len=args.output_len,
-            batch_size=args.batch_size,
-            num_iters_warmup=args.num_iters_warmup,
-            num_iters=args.num_iters,
-            seed=args.seed,
             publish=host.publish_options(args),
-            disable_progress=args.disable_tqdm,
         )
         host.run(latency(settings, host))
 
@@ -148,8 +139,7 @@ def _add_serve(commands: Any, host: Host) -> None:
   aioengine bench serve --dataset-name burst --burst-size 8 --burst-interval 5 --save-result --save-detailed
 """,
     )
-    parser.add_argument("--num-warmups", type=int, metavar="N", default=1, help="requests before the load, not counted (default: 1)")
-    parser.add_argument("--request-id-prefix", metavar="TEXT", default="bench-", help="of the request ids (default: bench-)")
+    add_options(parser, ServeSettings)
     add_load_options(parser)
     add_metric_options(parser)
     add_dataset_options(parser, num_prompts=1000)
@@ -165,26 +155,22 @@ def _add_serve(commands: Any, host: Host) -> None:
     parser.set_defaults(handler=handle)
 
 
-def serve_settings(args: argparse.Namespace, host: Host) -> Any:
-    """`ServeSettings` of the flags. Raises ConfigError."""
-    from aioengine_bench.metrics import METRICS
-    from aioengine_bench.serve import ServeSettings, parse_goodput, parse_list, parse_percentiles
-
+def serve_settings(args: argparse.Namespace, host: Host) -> ServeSettings:
+    """`ServeSettings` of the options. Raises ConfigError."""
     return ServeSettings(
+        **given(args, ServeSettings),
         config=host.engine_config(args),
         dataset=dataset_spec(args),
         arrivals=arrival_process(args),
         sampling=sampling_spec(args),
         save=save_options(args),
-        max_concurrency=args.max_concurrency,
-        num_warmups=args.num_warmups,
-        metrics=parse_list(args.percentile_metrics, allowed=METRICS),
-        percentiles=parse_percentiles(args.metric_percentiles),
-        slo_ms=parse_goodput(args.goodput),
         publish=host.publish_options(args),
-        disable_progress=args.disable_tqdm,
-        request_id_prefix=args.request_id_prefix,
     )
+
+
+def save_options(args: argparse.Namespace) -> SaveOptions:
+    """Raises ConfigError."""
+    return SaveOptions(**given(args, SaveOptions))
 
 
 def _add_sweep(commands: Any, host: Host) -> None:
@@ -198,22 +184,9 @@ def _add_sweep(commands: Any, host: Host) -> None:
   aioengine bench sweep --max-concurrencies 1,4,16 --serve-params '[{"max_num_seqs": 8}, {"max_num_seqs": 32}]' --dry-run
 """,
     )
-    add = parser.add_argument
-    add("--request-rates", type=numbers(float), metavar="X,...", default=[], help="one run a rate")
-    add("--max-concurrencies", type=numbers(int), metavar="N,...", default=[], help="one run a number of requests out at once")
-    add("--find-saturation", action="store_true", help="one after the other, all at once, then rates in between and just beyond")
-    add("--serve-params", metavar="JSON", help="a list of engine settings (or a file with it): each combines with each load")
-    add("--num-runs", type=int, metavar="N", default=3, help="repeats of each combination; the median is reported (default: 3)")
-    add("--resume", action="store_true", help="leave out the runs that --result-dir has, made with the same settings, code and machine")
-    add("--dry-run", action="store_true", help="only list the combinations")
-    add(
-        "--num-warmups",
-        type=int,
-        metavar="N",
-        default=1,
-        help="requests before each combination of settings and load, not counted (default: 1)",
-    )
-    add("--request-id-prefix", metavar="TEXT", default="bench-", help="of the request ids (default: bench-)")
+    add_options(parser, SweepSettings)
+    warm_ups = "requests before each combination of settings and load, not counted"
+    add_options(parser, ServeSettings, texts={"num_warmups": warm_ups})
     add_load_options(parser)
     add_metric_options(parser)
     add_dataset_options(parser, num_prompts=100)
@@ -222,18 +195,10 @@ def _add_sweep(commands: Any, host: Host) -> None:
     host.add_engine_options(parser)
 
     def handle(args: argparse.Namespace, start_time: float) -> None:
-        from aioengine_bench.sweep import SweepSettings, parse_serve_params, sweep
+        from aioengine_bench.settings import SweepSettings
+        from aioengine_bench.sweep import sweep
 
-        settings = SweepSettings(
-            base=serve_settings(args, host),
-            request_rates=tuple(args.request_rates),
-            max_concurrencies=tuple(args.max_concurrencies),
-            find_saturation=args.find_saturation,
-            serve_params=parse_serve_params(args.serve_params),
-            num_runs=args.num_runs,
-            resume=args.resume,
-            dry_run=args.dry_run,
-        )
+        settings = SweepSettings(**given(args, SweepSettings), base=serve_settings(args, host))
         host.run(sweep(settings, host))
 
     parser.set_defaults(handler=handle)
@@ -246,23 +211,14 @@ def _add_overhead(commands: Any, host: Host) -> None:
         "the engine's own cost a step, with no model behind it",
         "  aioengine bench overhead\n  aioengine bench overhead --num-reqs 1,64 --num-steps 50 --save-result\n",
     )
-    add = parser.add_argument
-    add("--num-reqs", type=numbers(int), metavar="N,...", default=[1, 32, 256, 1024], help="running requests (default: 1,32,256,1024)")
-    add("--num-steps", type=int, metavar="N", default=100, help="steps to measure in each case (default: 100)")
-    add("--forward-ms", type=float, metavar="X", default=5.0, help="pretended forward of the overlap comparison (default: 5)")
+    add_options(parser, OverheadSettings)
     add_save_options(parser, detailed=False)
     host.add_log_option(parser)
 
     def handle(args: argparse.Namespace, start_time: float) -> None:
-        from aioengine_bench.overhead import OverheadSettings, overhead
+        from aioengine_bench.overhead import overhead
 
-        settings = OverheadSettings(
-            save=save_options(args),
-            num_reqs=args.num_reqs,
-            num_steps=args.num_steps,
-            forward_ms=args.forward_ms,
-            disable_progress=args.disable_tqdm,
-        )
+        settings = OverheadSettings(**given(args, OverheadSettings), save=save_options(args))
         host.run(overhead(settings))
 
     parser.set_defaults(handler=handle)
@@ -279,36 +235,18 @@ def _add_kernels(commands: Any, host: Host) -> None:
   aioengine bench kernels --compile-report             registers and spills of the Triton kernels; needs no GPU
 """,
     )
-    add = parser.add_argument
-    add("--op", action="append", metavar="NAME", default=[], help="only this op; may be repeated (default: all)")
-    add("--num-tokens", type=numbers(int), metavar="N,...", help="rows of a step (default: 1,8,32,256)")
-    add("--min-time", type=float, metavar="S", help="seconds to repeat each call for (default: 0.1)")
-    add("--device", choices=("auto", "cpu", "cuda"), help="where to run (default: auto)")
-    add("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
-    add("--compile-report", action="store_true", help="compile the Triton kernels ahead of time and report what came out")
-    add(
-        "--target", action="append", metavar="SM", default=[], help="for --compile-report: sm_80, sm_86 or sm_90 (default: sm_80 and sm_90)"
-    )
+    add_options(parser, KernelSettings)
     add_save_options(parser, detailed=False)
     host.add_log_option(parser)
 
     def handle(args: argparse.Namespace, start_time: float) -> None:
-        from aioengine_bench.kernels import KernelSettings, kernels
+        from aioengine_bench.kernels import kernels
 
         if args.compile_report:
             refuse_unused(args, ("op", "num_tokens", "min_time", "device", "threads"), "has no effect on --compile-report")
         else:
             refuse_unused(args, ("target",), "needs --compile-report")
-        measured = {"num_tokens": args.num_tokens, "min_time": args.min_time, "device": args.device}
-        settings = KernelSettings(
-            save=save_options(args),
-            ops=tuple(args.op),
-            **{name: value for name, value in measured.items() if value is not None},
-            threads=args.threads,
-            compile_report=args.compile_report,
-            targets=tuple(args.target),
-        )
-        kernels(settings)
+        kernels(KernelSettings(**given(args, KernelSettings), save=save_options(args)))
 
     parser.set_defaults(handler=handle)
 
@@ -326,54 +264,19 @@ def _add_compare(commands: Any, host: Host) -> None:
   aioengine bench compare --host-cost                  the scheduler alone, beside vLLM's
 """,
     )
-    add = parser.add_argument
-    add(
-        "--engines",
-        nargs="+",
-        metavar="NAME",
-        default=[],
-        help="which, NAME or NAME:OPTION=VALUE,... (default: aioengine and all that are set up)",
-    )
-    add("--list", action="store_true", help="name the engines, what each needs, and which are set up")
-    add("--setup", nargs="+", metavar="NAME", default=[], help="make the environments of these engines, each its own")
-    add("--peers-dir", metavar="DIR", help="where the environments are (default: peers in aioengine's cache folder)")
-    add("--workload", choices=WORKLOADS, help="the work (default: mixed)")
-    add("--num-runs", type=int, metavar="N", default=3, help="turns of each engine: A B A B ... (default: 3)")
-    add("--max-requests", type=int, metavar="N", help="only the first N requests of the workload (default: all)")
-    add("--reference", metavar="NAME", help="the engine whose greedy tokens the others are held against (default: the first in float32)")
-    add("--markdown", action="store_true", help="print the table as Markdown")
-    add("--picture", metavar="FILE", help="write the picture as SVG")
-    add("--host-cost", action="store_true", help="measure schedule() and update_from_output() beside vLLM's scheduler instead")
-    add("--num-reqs", type=numbers(int), metavar="N,...", help="for --host-cost (default: 32,256,1024)")
-    add("--num-steps", type=int, metavar="N", help="for --host-cost: steps measured a turn (default: 200)")
+    add_options(parser, CompareSettings)
     host.add_model_option(parser)
     add_save_options(parser, detailed=False)
     host.add_log_option(parser)
 
     def handle(args: argparse.Namespace, start_time: float) -> None:
-        from aioengine_bench.compare import CompareSettings, compare
+        from aioengine_bench.compare import compare
 
         if args.host_cost:
             refuse_unused(args, ("engines", "workload", "max_requests", "reference"), "has no effect on --host-cost")
         else:
             refuse_unused(args, ("num_reqs", "num_steps"), "needs --host-cost")
-        given = {"workload": args.workload, "num_reqs": args.num_reqs, "num_steps": args.num_steps}
-        settings = CompareSettings(
-            **{name: value for name, value in given.items() if value is not None},
-            model=args.model,
-            save=save_options(args),
-            engines=tuple(args.engines),
-            list_engines=args.list,
-            setup=tuple(args.setup),
-            peers_dir=args.peers_dir,
-            num_runs=args.num_runs,
-            max_requests=args.max_requests,
-            reference=args.reference,
-            markdown=args.markdown,
-            picture=args.picture,
-            host_cost=args.host_cost,
-        )
-        compare(settings)
+        compare(CompareSettings(**given(args, CompareSettings), model=args.model, save=save_options(args)))
 
     parser.set_defaults(handler=handle)
 
@@ -387,14 +290,13 @@ def _add_report(commands: Any, host: Host) -> None:
     )
     parser.usage = "aioengine bench report [options] FILE..."
     parser.add_argument("files", metavar="FILE", nargs="+", help="results of --save-result, or a recording of --record")
-    parser.add_argument("--output", "-o", metavar="FILE", default="report.html", help='the page; "-" is stdout (default: report.html)')
-    parser.add_argument("--title", metavar="TEXT", default="aioengine benchmark report", help="its heading")
+    add_options(parser, ReportSettings)
     host.add_log_option(parser)
 
     def handle(args: argparse.Namespace, start_time: float) -> None:
-        from aioengine_bench.report import ReportSettings, report
+        from aioengine_bench.report import report
 
-        report(ReportSettings(inputs=_files(args.files), output=args.output, title=args.title))
+        report(ReportSettings(**given(args, ReportSettings), inputs=_files(args.files)))
 
     parser.set_defaults(handler=handle)
 

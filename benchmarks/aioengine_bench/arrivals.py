@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from random import Random
 from typing import Any, Literal
 
 from aioengine.errors import ConfigError
+from aioengine_bench.options import option
+from aioengine_bench.specs import LOAD
 
 RampUpStrategy = Literal["linear", "exponential"]
 
@@ -22,9 +24,11 @@ RampUpStrategy = Literal["linear", "exponential"]
 class RampUp:
     """The rate grows (or falls) from `start_rps` to `end_rps` over the requests of the run. Raises ConfigError."""
 
-    strategy: RampUpStrategy
-    start_rps: float
-    end_rps: float
+    strategy: RampUpStrategy = option(
+        MISSING, "let the rate grow over the run, in place of --request-rate", "--ramp-up-strategy", group=LOAD
+    )
+    start_rps: float = option(MISSING, "requests a second at the start of the ramp", "--ramp-up-start-rps", group=LOAD)
+    end_rps: float = option(MISSING, "requests a second at its end", "--ramp-up-end-rps", group=LOAD)
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.start_rps) and math.isfinite(self.end_rps)) or self.start_rps < 0 or self.end_rps <= 0:
@@ -45,8 +49,8 @@ class RampUp:
 class ArrivalProcess:
     """request_rate: requests a second, infinity sends all at once. burstiness: the gamma shape. Raises ConfigError."""
 
-    request_rate: float = math.inf
-    burstiness: float = 1.0
+    request_rate: float = option(math.inf, "requests a second; inf sends all at once", group=LOAD)
+    burstiness: float = option(1.0, "1 is Poisson, less is burstier, inf is even", group=LOAD)
     ramp_up: RampUp | None = None
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ from aioengine.engine.async_engine import AsyncEngine
 from aioengine.outputs import RequestOutput
 from aioengine.sampling_params import SamplingParams
 from aioengine_bench.datasets import BenchRequest
+from aioengine_bench.specs import SamplingSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,27 +35,17 @@ class Client(Protocol):
         """Ask, and yield the answer as it comes. Raises RequestAborted, RequestFailed, or whatever the transport raises."""
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingSpec:
-    """How every request of a run samples; greedy by default, so that runs can be compared."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int = 0
-
-    def params_for(self, request: BenchRequest) -> SamplingParams:
-        """Raises InvalidRequestError for values that cannot be."""
-        return SamplingParams(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            seed=self.seed,
-            max_tokens=request.max_tokens,
-            ignore_eos=request.ignore_eos,
-        )
+def sampling_params(sampling: SamplingSpec, request: BenchRequest) -> SamplingParams:
+    """Raises InvalidRequestError for values that cannot be."""
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        max_tokens=request.max_tokens,
+        ignore_eos=request.ignore_eos,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +60,7 @@ class EngineClient:
     final_only: bool = False
 
     async def send(self, request: BenchRequest, *, request_id: str) -> AsyncIterator[Chunk]:
-        params = self.sampling.params_for(request)
+        params = sampling_params(self.sampling, request)
         if self.final_only:
             (output,) = await self.engine.generate_batch([request.prompt_token_ids], params, progress=False)
             yield Chunk(len(output.token_ids), output.text, output.num_cached_tokens)

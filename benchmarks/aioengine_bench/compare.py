@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,41 +24,11 @@ from aioengine_bench.files import check_writable, write_file
 from aioengine_bench.metrics import median_run, percentile, summarize
 from aioengine_bench.peer_process import PeerFailedError, PeerProcess, float32_folder
 from aioengine_bench.peers import PEERS, Contestant, find_contestant, find_peer, runner_path, set_up
-from aioengine_bench.results import SaveOptions, environment, file_name, save_result, timestamp, with_metadata
+from aioengine_bench.results import check_saving, environment, file_name, save_result, timestamp, with_metadata
+from aioengine_bench.settings import CompareSettings
 from aioengine_bench.workloads import Workload, WorkloadRequest, load_workload
 
 _COMPARE_KEYS = ("date", "benchmark", "workload", "model_id", "num_runs", "rows", "errors", "interrupted", "environment")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompareSettings:
-    model: str
-    save: SaveOptions = field(default_factory=SaveOptions)
-    engines: Sequence[str] = ()
-    list_engines: bool = False
-    setup: Sequence[str] = ()
-    peers_dir: str | None = None
-    workload: str = "mixed"
-    num_runs: int = 3
-    max_requests: int | None = None
-    reference: str | None = None
-    markdown: bool = False
-    picture: str | None = None
-    host_cost: bool = False
-    num_reqs: Sequence[int] = (32, 256, 1024)
-    num_steps: int = 200
-
-    def __post_init__(self) -> None:
-        if self.num_runs < 1:
-            raise ConfigError(f"num_runs must be at least 1, got {self.num_runs}")
-        if self.max_requests is not None and self.max_requests < 1:
-            raise ConfigError(f"max_requests must be at least 1, got {self.max_requests}")
-
-    @property
-    def folder(self) -> Path:
-        from aioengine.checkpoint.cache import cache_folder
-
-        return Path(self.peers_dir) if self.peers_dir else cache_folder() / "peers"
 
 
 def compare(settings: CompareSettings) -> None:
@@ -211,7 +181,7 @@ def _compare_engines(settings: CompareSettings) -> None:
 
 def _check_saving(settings: CompareSettings, keys: Sequence[str], default_name: str) -> None:
     """Raise ConfigError now for what would fail after the last turn."""
-    settings.save.check(keys, default_name=default_name)
+    check_saving(settings.save, keys, default_name=default_name)
     if settings.picture is not None:
         check_writable(Path(settings.picture))
 

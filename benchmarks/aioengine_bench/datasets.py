@@ -12,17 +12,15 @@ from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from random import Random
-from typing import Any, Literal
+from typing import Any
 
 import orjson
 
-from aioengine.engine.detokenizer import TextTokenizer
+from aioengine.engine.outputs.detokenizer import TextTokenizer
 from aioengine.errors import ConfigError
 from aioengine_bench.random_prompts import RandomPrompts
-from aioengine_bench.workloads import load_workload, workload_names
-
-DatasetName = Literal["random", "sharegpt", "text", "prefix_repetition", "burst", "timed_trace", "custom"]
-DATASET_NAMES: tuple[DatasetName, ...] = ("random", "sharegpt", "text", "prefix_repetition", "burst", "timed_trace", "custom")
+from aioengine_bench.specs import DatasetName, DatasetSpec
+from aioengine_bench.workloads import load_workload
 
 # Of ShareGPT conversations, those that make sensible requests; the limits are the ones that other tools use.
 _MIN_TOKENS = 4
@@ -40,50 +38,6 @@ class BenchRequest:
     @property
     def prompt_len(self) -> int:
         return len(self.prompt_token_ids)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DatasetSpec:
-    """Which requests, and how many. Fields that a dataset does not use are ignored.
-
-    input_len, output_len: tokens; None takes the dataset's own. range_ratio: random lengths are drawn from
-    len * (1 - ratio) to len * (1 + ratio). prefix_len: tokens that all prompts begin with, on top of input_len.
-    """
-
-    name: DatasetName = "random"
-    workload: str | None = None  # a fixed workload in place of a dataset
-    path: str | None = None
-    num_prompts: int = 1000
-    seed: int = 0
-    input_len: int | None = None
-    output_len: int | None = None
-    range_ratio: float = 0.0
-    prefix_len: int = 0
-    num_prefixes: int = 10
-    burst_size: int = 16
-    burst_interval: float = 4.0
-    ignore_eos: bool | None = None  # None: where lengths are made up, yes
-
-    def __post_init__(self) -> None:
-        for field, least in (("num_prompts", 1), ("prefix_len", 0), ("num_prefixes", 1), ("burst_size", 1)):
-            if getattr(self, field) < least:
-                raise ConfigError(f"{field} must be at least {least}, got {getattr(self, field)}")
-        for field in ("input_len", "output_len"):
-            value = getattr(self, field)
-            if value is not None and value < 1:
-                raise ConfigError(f"{field} must be at least 1, got {value}")
-        if not 0 <= self.range_ratio < 1:
-            raise ConfigError(f"range_ratio must be in [0, 1), got {self.range_ratio}")
-        if not (math.isfinite(self.burst_interval) and self.burst_interval > 0):
-            raise ConfigError(f"burst_interval must be above 0 seconds, got {self.burst_interval}")
-        if self.workload is None and self.path is None and self.name in ("sharegpt", "timed_trace", "custom"):
-            raise ConfigError(f"the dataset {self.name!r} needs a file: --dataset-path")
-        if self.workload is not None and self.workload not in workload_names():
-            raise ConfigError(f"there is no workload {self.workload!r}, only {', '.join(workload_names())}")
-
-    @property
-    def label(self) -> str:
-        return self.workload or self.name
 
 
 def check_lengths(requests: Sequence[BenchRequest], max_model_len: int) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from aioengine.config import EngineConfig
     from aioengine.engine.async_engine import AsyncEngine
-    from aioengine.engine.publishing import PublishOptions
+    from aioengine.engine.publish_options import PublishOptions
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,18 +8,18 @@ result is wrong gets no figure.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from aioengine.errors import AioEngineError, ConfigError
 from aioengine_bench import console
-from aioengine_bench.results import SaveOptions, environment, file_name, save_result, timestamp, with_metadata
+from aioengine_bench.results import check_saving, environment, file_name, save_result, timestamp, with_metadata
+from aioengine_bench.settings import KernelSettings
 
 if TYPE_CHECKING:
     import torch
@@ -28,28 +28,6 @@ if TYPE_CHECKING:
 
 
 _RESULT_KEYS = ("date", "benchmark", "device", "threads", "bandwidth_gb_per_s", "gflops", "rows", "interrupted", "environment")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelSettings:
-    """min_time: seconds that each variant is repeated for."""
-
-    save: SaveOptions = field(default_factory=SaveOptions)
-    ops: Sequence[str] = ()
-    num_tokens: Sequence[int] = (1, 8, 32, 256)
-    min_time: float = 0.1
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: int | None = None
-    compile_report: bool = False
-    targets: Sequence[str] = ()
-
-    def __post_init__(self) -> None:
-        if not self.num_tokens or min(self.num_tokens) < 1:
-            raise ConfigError(f"num_tokens must be numbers from 1, got {list(self.num_tokens)}")
-        if not (math.isfinite(self.min_time) and self.min_time > 0):
-            raise ConfigError(f"min_time must be above 0 seconds, got {self.min_time}")
-        if self.threads is not None and self.threads < 1:
-            raise ConfigError(f"threads must be at least 1, got {self.threads}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +51,7 @@ def kernels(settings: KernelSettings) -> None:
     date = timestamp()
     device = _device(settings.device)
     default_name = file_name(["kernels", device.type], date)
-    settings.save.check(_RESULT_KEYS, default_name=default_name)
+    check_saving(settings.save, _RESULT_KEYS, default_name=default_name)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     interrupted = False

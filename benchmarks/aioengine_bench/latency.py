@@ -5,44 +5,22 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from aioengine.config import EngineConfig
 from aioengine.engine.async_engine import AsyncEngine
-from aioengine.engine.publishing import PublishOptions
-from aioengine.errors import ConfigError
 from aioengine_bench import console
-from aioengine_bench.client import SamplingSpec, check_complete
+from aioengine_bench.client import check_complete, sampling_params
 from aioengine_bench.datasets import BenchRequest, check_lengths
 from aioengine_bench.host import Host
 from aioengine_bench.metrics import mean, percentile, standard_deviation
 from aioengine_bench.random_prompts import RandomPrompts
-from aioengine_bench.results import SaveOptions, environment, file_name, save_result, timestamp, with_metadata
+from aioengine_bench.results import check_saving, environment, file_name, save_result, timestamp, with_metadata
 from aioengine_bench.serve import engine_settings
+from aioengine_bench.settings import LatencySettings
+from aioengine_bench.specs import SamplingSpec
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatencySettings:
-    config: EngineConfig
-    sampling: SamplingSpec = field(default_factory=SamplingSpec)
-    save: SaveOptions = field(default_factory=SaveOptions)
-    input_len: int = 32
-    output_len: int = 128
-    batch_size: int = 8
-    num_iters_warmup: int = 10
-    num_iters: int = 30
-    seed: int = 0
-    publish: PublishOptions = field(default_factory=PublishOptions)
-    disable_progress: bool = False
-
-    def __post_init__(self) -> None:
-        for name, least in (("input_len", 1), ("output_len", 1), ("batch_size", 1), ("num_iters_warmup", 0), ("num_iters", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
 
 
 def make_result(
@@ -76,7 +54,7 @@ async def latency(settings: LatencySettings, host: Host) -> bool:
     """Run, print, save. True if it was interrupted: the result, saved all the same, is partial."""
     date = timestamp()
     keys = make_result(settings, [], date=date, interrupted=False, engine={})
-    settings.save.check(keys, default_name=_default_name(settings, date))
+    check_saving(settings.save, keys, default_name=_default_name(settings, date))
     async with host.started_engine(settings.config, settings.publish) as engine:
         prompts = RandomPrompts(engine.tokenizer, vocab_size=engine.model_info.vocab_size, random=Random(settings.seed))
         batch = [BenchRequest(prompts.make(settings.input_len), settings.output_len) for _ in range(settings.batch_size)]
@@ -100,7 +78,7 @@ async def latency(settings: LatencySettings, host: Host) -> bool:
 
 async def _time_batch(engine: AsyncEngine, batch: list[BenchRequest], sampling: SamplingSpec) -> float:
     engine.reset_prefix_cache()  # the same prompts come again, and shall be computed again
-    params = [sampling.params_for(request) for request in batch]
+    params = [sampling_params(sampling, request) for request in batch]
     start = time.perf_counter()
     outputs = await engine.generate_batch([request.prompt_token_ids for request in batch], params, progress=False)
     seconds = time.perf_counter() - start

@@ -11,23 +11,21 @@ import asyncio
 import contextlib
 import gc
 import itertools
-import math
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from aioengine.config import CacheConfig, SchedulerConfig
 from aioengine.core.scheduler import Scheduler
-from aioengine.engine.engine_core import EngineCore, RequestEnd
-from aioengine.engine.input_processor import ProcessedInput
-from aioengine.engine.output_collector import OutputCollector
-from aioengine.engine.output_processor import OutputProcessor
-from aioengine.errors import ConfigError
+from aioengine.engine.loop.engine_core import EngineCore, RequestEnd
+from aioengine.engine.outputs.output_collector import OutputCollector
+from aioengine.engine.outputs.output_processor import OutputProcessor
+from aioengine.engine.processed_input import ProcessedInput
 from aioengine.events.bus import StepBus
-from aioengine.events.recorder import StepRecorder
+from aioengine.events.recording.writer import StepRecorder
 from aioengine.events.server import EventServer
 from aioengine.events.step_event import Event, StepEvent, StepResultEvent
 from aioengine.events.wire import WireHeader
@@ -38,7 +36,8 @@ from aioengine.testing import FakeTokenizer
 from aioengine_bench import console
 from aioengine_bench.metrics import percentile
 from aioengine_bench.null_executor import NullExecutor
-from aioengine_bench.results import SaveOptions, environment, file_name, save_result, timestamp, with_metadata
+from aioengine_bench.results import check_saving, environment, file_name, save_result, timestamp, with_metadata
+from aioengine_bench.settings import OverheadSettings
 from aioengine_bench.viewer import watching_process
 
 Mode = Literal["decode", "mixed"]
@@ -55,25 +54,6 @@ _NUM_WARMUP_STEPS = 20
 
 
 _RESULT_KEYS = ("date", "benchmark", "num_steps", "rows", "growth", "interrupted", "environment")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OverheadSettings:
-    """forward_ms: how long the pretended forward of the overlap comparison takes."""
-
-    save: SaveOptions = field(default_factory=SaveOptions)
-    num_reqs: Sequence[int] = (1, 32, 256, 1024)
-    num_steps: int = 100
-    forward_ms: float = 5.0
-    disable_progress: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.num_reqs or min(self.num_reqs) < 1:
-            raise ConfigError(f"num_reqs must be numbers from 1, got {list(self.num_reqs)}")
-        if self.num_steps < 1:
-            raise ConfigError(f"num_steps must be at least 1, got {self.num_steps}")
-        if not (math.isfinite(self.forward_ms) and self.forward_ms >= 0):
-            raise ConfigError(f"forward_ms must be a finite number >= 0, got {self.forward_ms}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +300,7 @@ async def overhead(settings: OverheadSettings) -> bool:
     """Run, print, save. True if it was interrupted: the result, saved all the same, is partial."""
     date = timestamp()
     default_name = file_name(["overhead"], date)
-    settings.save.check(_RESULT_KEYS, default_name=default_name)
+    check_saving(settings.save, _RESULT_KEYS, default_name=default_name)
     rows: list[dict[str, Any]] = []
     interrupted = False
     todo = cases(settings)

@@ -68,7 +68,11 @@ class SoakReport:
 
 @dataclass(frozen=True, slots=True)
 class SoakOptions:
+    """The rounds go on for `duration_s` seconds, and until there have been `min_rounds` and all `wanted_endings` of requests."""
+
     duration_s: float
+    min_rounds: int = 0
+    wanted_endings: frozenset[str] = frozenset()
     seed: int = 0
     clients_per_round: int = 60
     concurrency: int = 24
@@ -94,10 +98,15 @@ class Soak:
     async def run(self) -> SoakReport:
         """Returns the report; a violation ends the run."""
         await self._make_probes()
-        while time.monotonic() - self._start < self._options.duration_s and not self.report.violations:
+        while self._goes_on() and not self.report.violations:
             await self._round()
             self._on_round(self.report)
         return self.report
+
+    def _goes_on(self) -> bool:
+        report, options = self.report, self._options
+        is_early = time.monotonic() - self._start < options.duration_s or report.num_rounds < options.min_rounds
+        return is_early or not options.wanted_endings <= report.endings.keys()
 
     async def _make_probes(self) -> None:
         """Their answers, one at a time."""
@@ -144,13 +153,13 @@ class Soak:
 
     async def _settle(self) -> None:
         """Nothing may be left of the round."""
-        report, core = self.report, self._engine._core
-        assert core is not None
+        report, parts = self.report, self._engine._life.started()
+        core = parts.core
         try:
             await asyncio.wait_for(core.wait_until_idle(), _QUIET_S)
             self._engine.check_health()
             check_idle(core.scheduler)
-            if self._engine._output is None or self._engine._output.num_live:
+            if parts.output.num_live:
                 report.violations.append("streams are left over")
         except (AssertionError, TimeoutError) as exc:
             report.violations.append(f"after a round: {type(exc).__name__}: {exc}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from aioengine.engine.detokenizer import TextTokenizer
+from aioengine.engine.outputs.detokenizer import TextTokenizer
 from aioengine.errors import ConfigError
 
 _NUM_CANDIDATES = 2048

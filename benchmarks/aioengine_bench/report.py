@@ -14,12 +14,13 @@ from typing import Any
 
 from aioengine import __version__
 from aioengine.errors import ConfigError
-from aioengine.events.replay import Recording, read_recording
+from aioengine.events.recording.reader import Recording, read_recording
 from aioengine.events.step_event import StepEvent, StepResultEvent
 from aioengine.events.wire import WireError
 from aioengine_bench import console, svg
 from aioengine_bench.files import write_file
 from aioengine_bench.results import read_results
+from aioengine_bench.settings import ReportSettings
 
 _MAX_TIMELINE_STEPS = 40
 
@@ -40,13 +41,6 @@ td.text { min-width: 8em; overflow-wrap: anywhere; } td.number { white-space: no
 td:first-child, th:first-child { text-align: left; }
 .soft { color: var(--soft); font-size: 13px; }
 """
-
-
-@dataclass(frozen=True, slots=True)
-class ReportSettings:
-    inputs: Sequence[str]
-    output: str
-    title: str = "aioengine benchmark report"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ import platform
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,6 +17,7 @@ import orjson
 
 from aioengine.errors import ConfigError
 from aioengine_bench.files import append_line, check_writable, unused, write_file
+from aioengine_bench.specs import SaveOptions
 
 _MAX_NAME_BYTES = 200  # of the 255 that a file system takes: the suffix, and the number of a second one, come on top
 _HIDDEN = "***"
@@ -25,59 +25,21 @@ _SECRET_WORDS = ("token", "key", "apikey", "secret", "password", "passwd", "cred
 _LIBRARIES = ("torch", "triton", "transformers", "tokenizers", "numpy")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveOptions:
-    """Where the result goes. append: one more line of an existing file. output_json: "-" is stdout."""
-
-    save: bool = False
-    detailed: bool = False
-    append: bool = False
-    folder: str | None = None
-    filename: str | None = None
-    output_json: str | None = None
-    label: str | None = None
-    metadata: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def saves(self) -> bool:
-        """The result goes to a file: so it was said, or a file or folder was named."""
-        return self.save or self.append or self.filename is not None or self.folder is not None
-
-    @property
-    def claims_stdout(self) -> bool:
-        return self.output_json == "-"
-
-    def path(self, default_name: str) -> Path:
-        return Path(self.folder or ".") / (self.filename or default_name)
-
-    def check(self, keys: Iterable[str], *, default_name: str) -> None:
-        """Raise ConfigError now for what would fail when the result, which has these keys, is saved."""
-        check_metadata(keys, self.metadata)
-        if not self.saves and self.output_json is None:
-            for flag, given in (
-                ("--save-detailed", self.detailed),
-                ("--metadata", bool(self.metadata)),
-                ("--label", self.label is not None),
-            ):
-                if given:
-                    raise ConfigError(
-                        f"{flag} changes nothing but the result, and none is written: add --save-result or --output-json FILE"
-                    )
-        if self.output_json is not None and not self.claims_stdout:
-            check_writable(Path(self.output_json))
-        if self.saves:
-            check_writable(self.path(default_name))
-
-
-def parse_metadata(items: Iterable[str]) -> dict[str, str]:
-    """["gpu=none", ...] -> a dict. Raises ConfigError."""
-    metadata: dict[str, str] = {}
-    for item in items:
-        key, separator, value = item.partition("=")
-        if not separator or not key.strip():
-            raise ConfigError(f"metadata must look like KEY=VALUE, got {item!r}")
-        metadata[key.strip()] = value.strip()
-    return metadata
+def check_saving(options: SaveOptions, keys: Iterable[str], *, default_name: str) -> None:
+    """Raise ConfigError now for what would fail when the result, which has these keys, is saved."""
+    check_metadata(keys, options.metadata)
+    if not options.saves and options.output_json is None:
+        for flag, given in (
+            ("--save-detailed", options.detailed),
+            ("--metadata", bool(options.metadata)),
+            ("--label", options.label is not None),
+        ):
+            if given:
+                raise ConfigError(f"{flag} changes nothing but the result, and none is written: add --save-result or --output-json FILE")
+    if options.output_json is not None and not options.claims_stdout:
+        check_writable(Path(options.output_json))
+    if options.saves:
+        check_writable(options.path(default_name))
 
 
 def plain(value: Any) -> Any:
@@ -114,7 +76,7 @@ def check_metadata(keys: Iterable[str], metadata: Mapping[str, str]) -> None:
 
 
 def with_metadata(result: dict[str, Any], metadata: Mapping[str, str]) -> dict[str, Any]:
-    """The result with the user's own keys, which `SaveOptions.check` has seen; a figure is not overwritten even so."""
+    """The result with the user's own keys, which `check_saving` has seen; a figure is not overwritten even so."""
     return {**metadata, **result}
 
 

@@ -5,87 +5,22 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from aioengine.config import EngineConfig
 from aioengine.engine.async_engine import AsyncEngine
-from aioengine.engine.publishing import PublishOptions
 from aioengine.errors import AioEngineError, ConfigError
 from aioengine_bench import console
 from aioengine_bench.arrivals import ArrivalProcess
-from aioengine_bench.client import Client, EngineClient, SamplingSpec
-from aioengine_bench.datasets import BenchRequest, DatasetSpec, check_lengths, load_dataset
+from aioengine_bench.client import Client, EngineClient
+from aioengine_bench.datasets import BenchRequest, check_lengths, load_dataset
 from aioengine_bench.host import Host
 from aioengine_bench.load import LoadGenerator, LoadResult
-from aioengine_bench.metrics import METRICS, SLO_METRICS, details, percentile_name, summarize
-from aioengine_bench.results import SaveOptions, environment, file_name, save_result, timestamp, with_metadata
+from aioengine_bench.metrics import details, percentile_name, summarize
+from aioengine_bench.results import check_saving, environment, file_name, save_result, timestamp, with_metadata
+from aioengine_bench.settings import ServeSettings
 
 BACKEND = "aioengine"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeSettings:
-    """slo_ms: limits in milliseconds by metric name, for goodput. num_warmups: requests sent before, not counted."""
-
-    config: EngineConfig
-    dataset: DatasetSpec
-    arrivals: ArrivalProcess = field(default_factory=ArrivalProcess)
-    sampling: SamplingSpec = field(default_factory=SamplingSpec)
-    save: SaveOptions = field(default_factory=SaveOptions)
-    max_concurrency: int | None = None
-    num_warmups: int = 1
-    metrics: Sequence[str] = METRICS
-    percentiles: Sequence[float] = (99,)
-    slo_ms: Mapping[str, float] = field(default_factory=dict)
-    publish: PublishOptions = field(default_factory=PublishOptions)
-    disable_progress: bool = False
-    request_id_prefix: str = "bench-"
-
-    def __post_init__(self) -> None:
-        if self.max_concurrency is not None and self.max_concurrency < 1:
-            raise ConfigError(f"max_concurrency must be at least 1, got {self.max_concurrency}")
-        if self.num_warmups < 0:
-            raise ConfigError(f"num_warmups must be at least 0, got {self.num_warmups}")
-
-
-def parse_goodput(items: Sequence[str]) -> dict[str, float]:
-    """["ttft:200", "tpot:50"] -> limits in milliseconds. Raises ConfigError."""
-    slo_ms: dict[str, float] = {}
-    for item in items:
-        name, separator, text = item.partition(":")
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not separator or name not in SLO_METRICS:
-            raise ConfigError(f"goodput takes NAME:MILLISECONDS with one of {', '.join(SLO_METRICS)}, got {item!r}")
-        if not (math.isfinite(value) and value >= 0):
-            raise ConfigError(f"the limit of goodput's {name} must be a finite number >= 0, got {text!r}")
-        slo_ms[name] = value
-    return slo_ms
-
-
-def parse_list(text: str, *, allowed: Sequence[str]) -> list[str]:
-    """ "ttft,itl" -> names. Raises ConfigError."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    for name in names:
-        if name not in allowed:
-            raise ConfigError(f"unknown metric {name!r}; there are {', '.join(allowed)}")
-    return names
-
-
-def parse_percentiles(text: str) -> list[float]:
-    """ "50,99,99.9" -> numbers. Raises ConfigError."""
-    try:
-        values = [float(item) for item in text.split(",") if item.strip()]
-    except ValueError as exc:
-        raise ConfigError(f"percentiles must be numbers, got {text!r}") from exc
-    for value in values:
-        if not 0 <= value <= 100:
-            raise ConfigError(f"a percentile is between 0 and 100, got {value}")
-    return values
 
 
 def due_times(settings: ServeSettings, requests: Sequence[BenchRequest]) -> list[float]:
@@ -194,7 +129,7 @@ def engine_settings(engine: AsyncEngine) -> dict[str, Any]:
 async def serve(settings: ServeSettings, host: Host) -> bool:
     """Run, print, save. True if it was interrupted: the result, saved all the same, is partial. Raises ConfigError."""
     date = timestamp()
-    settings.save.check(result_keys(settings), default_name=default_file_name(settings, date))
+    check_saving(settings.save, result_keys(settings), default_name=default_file_name(settings, date))
     async with host.started_engine(settings.config, settings.publish) as engine:
         requests = load_dataset(settings.dataset, engine.tokenizer, vocab_size=engine.model_info.vocab_size)
         check_lengths(requests, engine.resolved_config.scheduler.max_model_len)

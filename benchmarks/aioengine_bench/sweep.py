@@ -9,15 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import glob
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import orjson
-
-from aioengine.config import EngineConfig
 from aioengine.engine.async_engine import AsyncEngine
 from aioengine.errors import ConfigError
 from aioengine_bench import console
@@ -29,105 +23,16 @@ from aioengine_bench.host import Host
 from aioengine_bench.identity import identity_hash, run_identity
 from aioengine_bench.metrics import median_run
 from aioengine_bench.report import Input, make_page
-from aioengine_bench.results import SaveOptions, environment, file_name, read_results, save_result, timestamp, with_metadata
-from aioengine_bench.serve import ServeSettings, check_some_completed, engine_settings, make_result, result_keys, run_load, warm_up
+from aioengine_bench.results import check_saving, environment, file_name, read_results, save_result, timestamp, with_metadata
+from aioengine_bench.serve import check_some_completed, engine_settings, make_result, result_keys, run_load, warm_up
+from aioengine_bench.settings import Load, ServeSettings, SweepSettings
+from aioengine_bench.specs import SaveOptions
 
 _NUM_SATURATION_RATES = 6
 # A run of finite length ends with requests that are still being answered: the rate it reaches is a little below what was offered.
 _KEPT_UP_SHARE = 0.9
 _SUMMARY_KEYS = ("date", "benchmark", "model_id", "dataset_name", "num_runs", "interrupted", "rows", "saturation", "environment")
-_DEFAULT_FOLDER = "sweep"
 _SUMMARY = "summary.json"
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What is asked of an engine: a rate, or so many requests out at once."""
-
-    request_rate: float = math.inf
-    max_concurrency: int | None = None
-
-    @property
-    def label(self) -> str:
-        parts = [] if math.isinf(self.request_rate) else [f"rate={self.request_rate:.4g}"]
-        parts += [] if self.max_concurrency is None else [f"concurrency={self.max_concurrency}"]
-        return ",".join(parts) or "all-at-once"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweepSettings:
-    """serve_params: engine settings, each a combination of its own; an empty one is the base configuration."""
-
-    base: ServeSettings
-    request_rates: Sequence[float] = ()
-    max_concurrencies: Sequence[int] = ()
-    find_saturation: bool = False
-    serve_params: Sequence[Mapping[str, Any]] = field(default_factory=lambda: [{}])
-    num_runs: int = 3
-    resume: bool = False
-    dry_run: bool = False
-
-    def __post_init__(self) -> None:
-        if self.num_runs < 1:
-            raise ConfigError(f"num_runs must be at least 1, got {self.num_runs}")
-        base_rate, base_limit = self.base.arrivals.request_rate, self.base.max_concurrency
-        chosen = {
-            "--request-rates": bool(self.request_rates),
-            "--max-concurrencies": bool(self.max_concurrencies),
-            "--request-rate": math.isfinite(base_rate),
-            "--max-concurrency": base_limit is not None,
-        }
-        if self.find_saturation and any(chosen.values()):
-            given = ", ".join(name for name, is_given in chosen.items() if is_given)
-            raise ConfigError(f"--find-saturation chooses the loads itself: leave out {given}")
-        if self.request_rates and math.isfinite(base_rate):
-            raise ConfigError(f"--request-rates and --request-rate ({base_rate:g}) say the same thing twice: give one of them")
-        if self.max_concurrencies and base_limit is not None:
-            raise ConfigError(f"--max-concurrencies and --max-concurrency ({base_limit}) say the same thing twice: give one of them")
-        for rate in self.request_rates:
-            ArrivalProcess(request_rate=rate)
-        for limit in self.max_concurrencies:
-            dataclasses.replace(self.base, max_concurrency=limit)  # which checks it
-        if self.base.arrivals.ramp_up is not None:
-            raise ConfigError("a sweep takes rates or concurrencies, not a ramp-up")
-        if self.base.publish.record is not None and len(self.serve_params) > 1:
-            raise ConfigError(f"--record {self.base.publish.record}: each of the {len(self.serve_params)} engines would begin it anew")
-        if self.base.save.append:
-            raise ConfigError("--append-result: a sweep writes one file a run and a summary, to which nothing is added")
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.base.save.folder or _DEFAULT_FOLDER)
-
-    def loads(self) -> list[Load]:
-        """The loads that are known before anything has run."""
-        if self.find_saturation:
-            return [Load(max_concurrency=1), Load()]
-        rate, limit = self.base.arrivals.request_rate, self.base.max_concurrency
-        given = [Load(one, limit) for one in self.request_rates] + [Load(rate, one) for one in self.max_concurrencies]
-        return given or [Load(rate, limit)]
-
-
-def parse_serve_params(text: str | None) -> list[dict[str, Any]]:
-    """A JSON list of objects, or a file that holds one; None: the base settings alone. Raises ConfigError."""
-    if text is None:
-        return [{}]
-    content: str | bytes = text
-    if not text.lstrip().startswith(("[", "{")):
-        try:
-            content = Path(text).read_bytes()
-        except OSError as exc:
-            raise ConfigError(f"cannot read {text}: {exc.strerror}") from exc
-    try:
-        value = orjson.loads(content)
-    except orjson.JSONDecodeError as exc:
-        raise ConfigError(f"--serve-params is not JSON: {exc}") from exc
-    params = [value] if isinstance(value, dict) else value
-    if not isinstance(params, list) or not params or not all(isinstance(one, dict) for one in params):
-        raise ConfigError('--serve-params must be a JSON list of objects such as [{"max_num_seqs": 8}]')
-    for one in params:
-        EngineConfig.from_options("smollm2", one)  # names and values are checked before anything runs
-    return params
 
 
 def run_name(params: Mapping[str, Any], load: Load, run: int, identity: str) -> str:
@@ -290,8 +195,10 @@ async def sweep(settings: SweepSettings, host: Host) -> bool:
         return False
     date = timestamp()
     save = _summary_options(settings)
-    save.check(_SUMMARY_KEYS, default_name=_SUMMARY)
-    dataclasses.replace(save, output_json=None).check([*result_keys(settings.base), "serve_params", "made_from"], default_name=_SUMMARY)
+    check_saving(save, _SUMMARY_KEYS, default_name=_SUMMARY)
+    check_saving(
+        dataclasses.replace(save, output_json=None), [*result_keys(settings.base), "serve_params", "made_from"], default_name=_SUMMARY
+    )
     page = settings.folder / "report.html"
     check_writable(page)
     state = Sweep(settings)

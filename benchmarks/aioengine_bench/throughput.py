@@ -3,40 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from aioengine.config import EngineConfig
-from aioengine.engine.publishing import PublishOptions
 from aioengine.errors import ConfigError
 from aioengine_bench import console
-from aioengine_bench.client import EngineClient, SamplingSpec
-from aioengine_bench.datasets import DatasetSpec, check_lengths, load_dataset
+from aioengine_bench.client import EngineClient
+from aioengine_bench.datasets import check_lengths, load_dataset
 from aioengine_bench.host import Host
 from aioengine_bench.load import LoadGenerator, LoadResult
 from aioengine_bench.metrics import count_reasons, details, median_run, percentile
-from aioengine_bench.results import SaveOptions, environment, file_name, save_result, timestamp, with_metadata
+from aioengine_bench.results import check_saving, environment, file_name, save_result, timestamp, with_metadata
 from aioengine_bench.serve import check_some_completed, describe_reasons, engine_settings, warm_up
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ThroughputSettings:
-    """stream: consume every output as it comes, as an online client does, in place of the final one only."""
-
-    config: EngineConfig
-    dataset: DatasetSpec
-    sampling: SamplingSpec = field(default_factory=SamplingSpec)
-    save: SaveOptions = field(default_factory=SaveOptions)
-    num_warmups: int = 1
-    num_runs: int = 1
-    stream: bool = False
-    publish: PublishOptions = field(default_factory=PublishOptions)
-    disable_progress: bool = False
-
-    def __post_init__(self) -> None:
-        for name, least in (("num_runs", 1), ("num_warmups", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
+from aioengine_bench.settings import ThroughputSettings
 
 
 def run_figures(load: LoadResult) -> dict[str, Any]:
@@ -86,7 +64,7 @@ async def throughput(settings: ThroughputSettings, host: Host) -> bool:
     """Run, print, save. True if it was interrupted: the result, saved all the same, is partial. Raises ConfigError."""
     date = timestamp()
     keys = make_result(settings, [LoadResult([], 0.0, 0.0)], date=date, engine={})
-    settings.save.check(keys, default_name=_default_name(settings, date))
+    check_saving(settings.save, keys, default_name=_default_name(settings, date))
     runs: list[LoadResult] = []
     async with host.started_engine(settings.config, settings.publish) as engine:
         requests = load_dataset(settings.dataset, engine.tokenizer, vocab_size=engine.model_info.vocab_size)

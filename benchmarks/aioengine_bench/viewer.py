@@ -10,7 +10,7 @@ import contextlib
 import sys
 from collections.abc import AsyncIterator
 
-from aioengine.events.client import SocketSource
+from aioengine.events.sources.socket import SocketSource
 
 
 @contextlib.asynccontextmanager

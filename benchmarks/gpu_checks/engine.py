@@ -20,7 +20,7 @@ import torch
 from aioengine.attention.base import AttentionBatch
 from aioengine.config import EngineConfig, ModelInfo, ResolvedConfig
 from aioengine.core.scheduler import Scheduler
-from aioengine.engine.engine_core import EngineCore, RequestEnd
+from aioengine.engine.loop.engine_core import EngineCore, RequestEnd
 from aioengine.events.bus import StepBus
 from aioengine.events.step_event import Event, StepEvent, StepResultEvent
 from aioengine.executor.base import GrammarOutput

@@ -12,7 +12,7 @@ import pytest
 
 from aioengine.config import EngineConfig
 from aioengine.engine.async_engine import AsyncEngine
-from aioengine.engine.publishing import PublishOptions
+from aioengine.engine.publish_options import PublishOptions
 from aioengine.testing import FakeExecutor, FakeTokenizer
 from aioengine_bench.host import Host
 from aioengine_bench.timeline import Outcome, RequestRecord

@@ -22,12 +22,13 @@ from aioengine.errors import AioEngineError, ConfigError
 from aioengine.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
 from aioengine_bench.arrivals import ArrivalProcess
 from aioengine_bench.client import RequestFailed, check_complete
-from aioengine_bench.datasets import DatasetSpec
-from aioengine_bench.latency import LatencySettings, latency
+from aioengine_bench.latency import latency
 from aioengine_bench.load import LoadResult
-from aioengine_bench.results import SaveOptions, read_results
-from aioengine_bench.serve import ServeSettings, default_file_name, parse_goodput, parse_list, parse_percentiles, serve
-from aioengine_bench.throughput import ThroughputSettings, make_result, throughput
+from aioengine_bench.results import read_results
+from aioengine_bench.serve import default_file_name, serve
+from aioengine_bench.settings import LatencySettings, ServeSettings, ThroughputSettings, parse_goodput, parse_metrics, parse_percentiles
+from aioengine_bench.specs import DatasetSpec, SaveOptions
+from aioengine_bench.throughput import make_result, throughput
 from tests.bench.conftest import FakeHost
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -201,6 +202,7 @@ def test_an_answer_that_was_cut_off_is_not_completed() -> None:
         check_complete(output("error", 8, "the logits are not numbers"), 8, ignore_eos=True)
 
 
+@pytest.mark.alone
 async def test_num_prompts_is_the_number_that_was_sent(
     make_host: MakeHost, tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]
 ) -> None:
@@ -232,6 +234,7 @@ async def test_throughput_interrupted_before_anything_finished_says_so(
     assert b"Interrupted in run 1 of 1: 0 of 5 were completed." in captured.err
 
 
+@pytest.mark.alone
 async def test_a_trace_brings_its_own_times(make_host: MakeHost, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
     dataset = DatasetSpec(name="burst", num_prompts=4, burst_size=2, burst_interval=0.2, input_len=4, output_len=2)
     settings = ServeSettings(config=CONFIG, dataset=dataset, save=SaveOptions(output_json="-", detailed=True))
@@ -316,10 +319,10 @@ def test_goodput_is_checked() -> None:
 
 
 def test_metric_lists_are_checked() -> None:
-    assert parse_list("ttft, itl", allowed=("ttft", "itl")) == ["ttft", "itl"]
+    assert parse_metrics("ttft, itl") == ["ttft", "itl"]
     assert parse_percentiles("50,99.9") == [50.0, 99.9]
     with pytest.raises(ConfigError, match="unknown metric 'ttf'"):
-        parse_list("ttf", allowed=("ttft",))
+        parse_metrics("ttf")
     with pytest.raises(ConfigError, match="between 0 and 100, got 101"):
         parse_percentiles("101")
 

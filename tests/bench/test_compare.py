@@ -17,10 +17,11 @@ import pytest
 from aioengine.errors import ConfigError
 from aioengine_bench import compare as compare_module
 from aioengine_bench import peers as peers_module
-from aioengine_bench.compare import CompareSettings, agreement, compare, host_cost_rows, turn_requests
+from aioengine_bench.compare import agreement, compare, host_cost_rows, turn_requests
 from aioengine_bench.peer_process import PeerFailedError, PeerProcess
 from aioengine_bench.peers import PEERS, RUNNERS, Peer, build_environment, find_contestant, requirements, runner_path, set_up
-from aioengine_bench.results import SaveOptions
+from aioengine_bench.settings import CompareSettings
+from aioengine_bench.specs import SaveOptions
 from aioengine_bench.workloads import WorkloadRequest, load_workload
 
 RUNNER = f"""

@@ -10,7 +10,8 @@ import pytest
 
 from aioengine.errors import ConfigError
 from aioengine.testing import FakeTokenizer
-from aioengine_bench.datasets import BenchRequest, DatasetSpec, load_dataset
+from aioengine_bench.datasets import BenchRequest, load_dataset
+from aioengine_bench.specs import DatasetSpec
 from aioengine_bench.workloads import load_workload
 
 TOKENIZER = FakeTokenizer()

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from aioengine.cli import main
 from aioengine.errors import ConfigError
 from aioengine.testing import FakeTokenizer
+from aioengine_bench import settings as bench_settings
 from aioengine_bench.datasets import load_dataset
 from aioengine_bench.flags import add_dataset_options, add_load_options, arrival_process, dataset_spec
+from aioengine_bench.options import add_options, given, option, refuse_unused
+from aioengine_bench.specs import WORKLOADS
+from aioengine_bench.workloads import workload_names
 
 DATASET_VALUES = {
     "--input-len": "7",
@@ -136,3 +143,70 @@ def test_what_cannot_be_done_is_refused_before_anything_runs(
     assert message in captured.err
     assert captured.err.count("\n") == 1
     assert captured.out == ""
+
+
+def test_the_names_of_workloads_are_those_of_the_file() -> None:
+    assert tuple(workload_names()) == WORKLOADS
+
+
+@dataclasses.dataclass(frozen=True)
+class _Settings:
+    plain: str
+    num_runs: int = option(3, "runs")
+    rates: Sequence[float] = option((), "rates", unset="")
+    kind: Literal["a", "b"] | None = option(None, "which")
+    names: Sequence[str] = option((), "names", "--name", action="append", metavar="NAME", unset="all")
+    is_dry: bool = option(False, "only list")
+    limits: dict[str, str] = option({}, "limits", "--limit", nargs="+", convert=lambda items: dict(item.split(":") for item in items))
+    title: str = option("none", "its title", group="words")
+
+
+def test_an_option_is_stated_once() -> None:
+    """Flag, type, choices, default and help come from the field, and so does the way back."""
+    parser = argparse.ArgumentParser()
+    add_options(parser, _Settings)
+    add_options(parser, _Settings, group="words", texts={"title": "what it is called"})
+    shown = " ".join(parser.format_help().split())
+    for text in ("--num-runs N runs (default: 3)", "--rates X,... rates", "--kind {a,b} which", "--name NAME names (default: all)"):
+        assert text in shown
+    assert "words: --title TITLE what it is called (default: none)" in shown
+    assert _Settings("p", **given(parser.parse_args([]), _Settings)) == _Settings("p")
+    args = parser.parse_args(
+        [
+            "--rates",
+            "1,2.5",
+            "--kind",
+            "b",
+            "--name",
+            "x",
+            "--name",
+            "y",
+            "--is-dry",
+            "--limit",
+            "u:v",
+            "w:x",
+            "--title",
+            "t",
+            "--num-runs",
+            "0",
+        ]
+    )
+    assert given(args, _Settings) == {
+        "num_runs": 0,
+        "rates": (1.0, 2.5),
+        "kind": "b",
+        "names": ("x", "y"),
+        "is_dry": True,
+        "limits": {"u": "v", "w": "x"},
+        "title": "t",
+    }
+    with pytest.raises(ConfigError, match="--num-runs is no use"):
+        refuse_unused(args, ["num_runs"], "is no use")
+
+
+@pytest.mark.parametrize("command", ["throughput", "latency", "serve", "sweep", "overhead", "kernels", "compare", "report"])
+def test_every_command_without_options_has_the_defaults_of_its_settings(command: str) -> None:
+    settings = getattr(bench_settings, "KernelSettings" if command == "kernels" else f"{command.capitalize()}Settings")
+    parser = argparse.ArgumentParser()
+    add_options(parser, settings)
+    assert given(parser.parse_args([]), settings) == {}

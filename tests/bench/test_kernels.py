@@ -11,8 +11,9 @@ import torch
 from aioengine.errors import ConfigError
 from aioengine_bench.kernel_case import KernelCase, Variant
 from aioengine_bench.kernel_cases import CaseFactory, all_cases
-from aioengine_bench.kernels import KernelSettings, Roofline, format_rows, kernels, measure_case, relative_error
-from aioengine_bench.results import SaveOptions
+from aioengine_bench.kernels import Roofline, format_rows, kernels, measure_case, relative_error
+from aioengine_bench.settings import KernelSettings
+from aioengine_bench.specs import SaveOptions
 from aioengine_kernels.compile_report import ModelShape
 
 CPU = torch.device("cpu")

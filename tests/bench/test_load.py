@@ -47,6 +47,7 @@ def prompt(length: int) -> BenchRequest:
     return BenchRequest([1] * length, 2)
 
 
+@pytest.mark.alone
 async def test_records_of_completed_requests() -> None:
     result = await LoadGenerator(ScriptedClient()).run([REQUEST, REQUEST], [0.0, 0.0])
     assert not result.interrupted
@@ -79,6 +80,7 @@ async def test_an_answer_without_content_is_a_failure() -> None:
     assert result.records[0].outcome == "failed"
 
 
+@pytest.mark.alone
 async def test_concurrency_is_limited_and_the_wait_is_told_apart() -> None:
     client = ScriptedClient(delay=0.02)
     result = await LoadGenerator(client, max_concurrency=2).run([REQUEST] * 6, [0.0] * 6)
@@ -89,6 +91,7 @@ async def test_concurrency_is_limited_and_the_wait_is_told_apart() -> None:
     assert last.ttft < 0.015
 
 
+@pytest.mark.alone
 async def test_requests_are_sent_when_they_are_due() -> None:
     result = await LoadGenerator(ScriptedClient(delay=0.0)).run([REQUEST] * 3, [0.0, 0.05, 0.1])
     for record, due in zip(sorted(result.records, key=lambda r: r.index), [0.0, 0.05, 0.1], strict=True):
@@ -96,6 +99,7 @@ async def test_requests_are_sent_when_they_are_due() -> None:
         assert 0 <= record.send_time - record.due_time < 0.04
 
 
+@pytest.mark.alone
 async def test_cancelling_keeps_what_there_is() -> None:
     client = ScriptedClient(delay=0.05)
     task = asyncio.create_task(LoadGenerator(client).run([REQUEST] * 4, [0.0, 0.0, 0.07, 5.0]))
@@ -111,7 +115,7 @@ async def test_cancelling_keeps_what_there_is() -> None:
 
 async def test_a_dead_engine_ends_the_run() -> None:
     with pytest.raises(EngineDeadError, match="it is dead"):
-        await LoadGenerator(ScriptedClient()).run([prompt(12), REQUEST], [0.0, 3.0])
+        await LoadGenerator(ScriptedClient()).run([prompt(12), REQUEST], [0.0, 0.3])
 
 
 async def test_progress_is_told() -> None:

@@ -10,8 +10,9 @@ import pytest
 from aioengine.testing import make_request, make_scheduler
 from aioengine_bench import host_cost
 from aioengine_bench.null_executor import StepSampler
-from aioengine_bench.overhead import WATCHERS, OverheadCase, OverheadSettings, Watcher, cases, growth, overhead, run_case
-from aioengine_bench.results import SaveOptions
+from aioengine_bench.overhead import WATCHERS, OverheadCase, Watcher, cases, growth, overhead, run_case
+from aioengine_bench.settings import OverheadSettings
+from aioengine_bench.specs import SaveOptions
 
 
 @pytest.mark.parametrize("watcher", WATCHERS)

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 from aioengine.config import EngineConfig
-from aioengine.engine.publishing import PublishOptions
+from aioengine.engine.publish_options import PublishOptions
 from aioengine.errors import ConfigError
 from aioengine_bench import svg
 from aioengine_bench.arrivals import ArrivalProcess
-from aioengine_bench.datasets import DatasetSpec
-from aioengine_bench.overhead import OverheadSettings, overhead
-from aioengine_bench.report import Input, ReportSettings, make_page, report
-from aioengine_bench.results import SaveOptions
-from aioengine_bench.serve import ServeSettings, serve
+from aioengine_bench.overhead import overhead
+from aioengine_bench.report import Input, make_page, report
+from aioengine_bench.serve import serve
+from aioengine_bench.settings import OverheadSettings, ReportSettings, ServeSettings
+from aioengine_bench.specs import DatasetSpec, SaveOptions
 from tests.bench.conftest import FakeHost
 
 VOID = {"meta", "line", "rect", "circle", "path"}

@@ -18,17 +18,17 @@ from hypothesis import strategies as st
 from aioengine.errors import ConfigError
 from aioengine_bench.report import make_page, read_input
 from aioengine_bench.results import (
-    SaveOptions,
     check_metadata,
+    check_saving,
     encode_result,
     environment,
     file_name,
-    parse_metadata,
     read_results,
     save_result,
     with_metadata,
     without_secrets,
 )
+from aioengine_bench.specs import SaveOptions, parse_metadata
 
 _VALUES = st.recursive(
     st.none() | st.floats() | st.integers(-(2**53), 2**53) | st.text(max_size=5),
@@ -127,13 +127,13 @@ def test_what_cannot_be_written_is_refused_before_the_run(name: str, tmp_path: P
     (tmp_path / "file").write_text("")
     for options in (SaveOptions(output_json=str(tmp_path / name)), SaveOptions(folder=str(tmp_path), filename=name)):
         with pytest.raises(ConfigError, match="cannot write"):
-            options.check(["a"], default_name="d.json")
+            check_saving(options, ["a"], default_name="d.json")
 
 
 def test_options_that_only_change_a_result_need_one() -> None:
     for options in (SaveOptions(detailed=True), SaveOptions(metadata={"b": "1"}), SaveOptions(label="mine")):
         with pytest.raises(ConfigError, match="none is written"):
-            options.check(["a"], default_name="d.json")
+            check_saving(options, ["a"], default_name="d.json")
     assert SaveOptions(filename="r.json").saves
     assert SaveOptions(folder="results").saves
 

@@ -12,26 +12,15 @@ from typing import Any
 import pytest
 
 from aioengine.config import EngineConfig
-from aioengine.engine.publishing import PublishOptions
+from aioengine.engine.publish_options import PublishOptions
 from aioengine.errors import ConfigError
 from aioengine_bench import sweep as sweep_module
 from aioengine_bench.arrivals import ArrivalProcess
-from aioengine_bench.client import SamplingSpec
-from aioengine_bench.datasets import DatasetSpec
 from aioengine_bench.identity import differences, run_identity
-from aioengine_bench.results import SaveOptions
-from aioengine_bench.serve import ServeSettings, run_load, warm_up
-from aioengine_bench.sweep import (
-    Load,
-    SweepSettings,
-    median_result,
-    pareto_front,
-    parse_serve_params,
-    run_name,
-    saturation_point,
-    saturation_rates,
-    sweep,
-)
+from aioengine_bench.serve import run_load, warm_up
+from aioengine_bench.settings import Load, ServeSettings, SweepSettings, parse_serve_params
+from aioengine_bench.specs import DatasetSpec, SamplingSpec, SaveOptions
+from aioengine_bench.sweep import median_result, pareto_front, run_name, saturation_point, saturation_rates, sweep
 from tests.bench.conftest import FakeHost
 
 MakeHost = Callable[..., FakeHost]

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+import transformers
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from transformers import PreTrainedModel
 
 from aioengine.checkpoint.convert import convert_gguf
 from aioengine.checkpoint.dequantize import dequantize_into
@@ -118,7 +118,7 @@ def add_tokenizer(writer: gguf.GGUFWriter) -> None:
 
 
 def write_gguf(
-    model: PreTrainedModel,
+    model: transformers.PreTrainedModel,
     path: Path,
     architecture: str,
     *,

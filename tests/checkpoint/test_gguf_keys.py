@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
+import transformers
 
 from aioengine.errors import ModelError
 from aioengine.models.info import read_model_info, resolve_model
@@ -79,7 +79,7 @@ def ggml_rotation(
     return plain / factor * (1 - ramp) + plain * ramp, 1 + 0.1 * math.log(factor) if factor > 1 else 1.0
 
 
-def reference_with_rotation(model: PreTrainedModel, inverse: np.ndarray[Any, Any], magnitude: float) -> torch.Tensor:
+def reference_with_rotation(model: transformers.PreTrainedModel, inverse: np.ndarray[Any, Any], magnitude: float) -> torch.Tensor:
     """transformers' logits with these angles and this factor in its rotary embedding."""
     rotary = model.model.rotary_emb
     rotary.inv_freq = torch.tensor(inverse, dtype=torch.float32)

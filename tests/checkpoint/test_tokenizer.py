@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from tokenizers import processors
-from transformers import PreTrainedTokenizerFast
 
 from aioengine.checkpoint.tokenizer import load_tokenizer
 from aioengine.errors import InvalidRequestError, ModelError
@@ -69,7 +69,7 @@ def test_a_rendered_chat_gets_no_second_bos(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", list(TEMPLATES))
 def test_templates_render_as_transformers_renders_them(name: str, tmp_path: Path) -> None:
     write_tokenizer(tmp_path, template=TEMPLATES[name])
-    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), bos_token="<s>", eos_token="</s>")
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), bos_token="<s>", eos_token="</s>")
     for add in (True, False):
         expected = theirs.apply_chat_template(MESSAGES, chat_template=TEMPLATES[name], tokenize=False, add_generation_prompt=add)
         assert load_tokenizer(tmp_path).apply_chat_template(MESSAGES, add_generation_prompt=add) == expected

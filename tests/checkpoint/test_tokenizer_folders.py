@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import tokenizers
+import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, processors
-from transformers import AutoTokenizer
 
 from aioengine.checkpoint import tokenizer_files
 from aioengine.checkpoint.tokenizer import Tokenizer, load_tokenizer
@@ -180,7 +180,7 @@ def assert_same_chats(ours: Tokenizer, theirs: Any) -> None:
 def test_any_folder_is_what_transformers_makes_of_it(drawn: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = write(tmp_path_factory.getbasetemp() / "any-tokenizer", drawn)
     try:
-        theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception:  # what it cannot read has no truth; we read its tokenizer.json, or say why not
         return
     for _ in range(2):  # read by transformers, then from the cache
@@ -206,7 +206,7 @@ def test_the_oracle_reads_most_of_these_folders(tmp_path: Path) -> None:
     ]
     for index, choice in enumerate(choices):
         folder = write(tmp_path / str(index), {"backend": "bpe", **plain, **choice})
-        theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
         ours = load_tokenizer(folder)
         assert_same_ids(ours, theirs)
         assert_same_chats(ours, theirs)
@@ -238,7 +238,7 @@ def test_vocab_and_merges_alone_make_a_tokenizer(tmp_path: Path) -> None:
     bpe().model.save(str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer", "eos_token": "</s>"}')
-    assert_same_ids(load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path))
+    assert_same_ids(load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path))
 
 
 # ---------------------------------------------------------------------------------------------------- templates
@@ -264,7 +264,7 @@ TEMPLATES = {
 def test_templates_find_what_transformers_gives_them(name: str, tmp_path: Path) -> None:
     none = dict.fromkeys(("model_type", "tokenizer_config", "special_tokens_map", "added_tokens", "chat_template.json", "additional"))
     folder = write(tmp_path / "t", {"backend": "bpe", **none, "chat_template.jinja": TEMPLATES[name]})
-    assert_same_chats(load_tokenizer(folder), AutoTokenizer.from_pretrained(folder))
+    assert_same_chats(load_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder))
 
 
 def test_templates_without_a_default_are_named(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ def test_each_command_has_help_with_examples(command: str, capsys: pytest.Captur
     assert "(default: None)" not in text
 
 
+@pytest.mark.alone
 def test_help_is_quick_and_loads_no_torch() -> None:
     code = "import sys, aioengine.cli; print('torch' in sys.modules, 'numpy' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)

@@ -21,8 +21,8 @@ from aioengine.commands.demo_view import LiveView, PlainView
 from aioengine.commands.generate import ContinuationWriter
 from aioengine.config import EngineConfig
 from aioengine.engine.async_engine import AsyncEngine
-from aioengine.engine.publishing import PublishOptions
-from aioengine.events.replay import read_recording
+from aioengine.engine.publish_options import PublishOptions
+from aioengine.events.recording.reader import read_recording
 from aioengine.events.step_event import StepEvent
 from aioengine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from aioengine.sampling_params import SamplingParams
@@ -61,7 +61,7 @@ def sigint_is_left_as_it_was() -> Iterator[None]:
 
 def prompts_of(engine: AsyncEngine) -> list[str]:
     """The prompts that the engine's worker was given, as text."""
-    executor = engine._executor
+    executor = engine._life.executor
     assert isinstance(executor, FakeExecutor)
     new = [request for output in executor.outputs for request in output.scheduled_new_reqs]
     return [FakeTokenizer().decode(request.prompt_token_ids, skip_special_tokens=False) for request in new]
@@ -164,7 +164,7 @@ def test_a_request_that_cannot_run_is_one_line_and_status_2(fake_engines: FakeEn
     assert captured.out == ""
     assert captured.err.startswith("aioengine: error: the prompt has 101 tokens")
     assert captured.err.count("\n") == 1
-    executor = engines[0]._executor
+    executor = engines[0]._life.executor
     assert isinstance(executor, FakeExecutor)
     assert executor.is_shut_down
 

@@ -1,6 +1,6 @@
 """Run by test_hash_seeds.py in processes with different hash seeds: what it prints must not differ.
 
-Line by line: the events of a scheduler that has to share, preempt, guess, fail and abort, with the slots of a worker that
+Line by line: the events of a scheduler that has to share, preempt, draft, fail and abort, with the slots of a worker that
 follows it; then the recording of an engine whose every step is asked for.
 """
 
@@ -19,7 +19,7 @@ from aioengine import AsyncEngine, SamplingParams, StructuredOutputsParams
 from aioengine.config import CacheConfig, SchedulerConfig
 from aioengine.core.scheduler import Scheduler
 from aioengine.core.scheduler_output import SchedulerOutput
-from aioengine.engine.engine_snapshot import build_snapshot
+from aioengine.engine.loop.engine_snapshot import build_snapshot
 from aioengine.events.step_event import StepEvent
 from aioengine.events.wire import encode
 from aioengine.outputs import ModelRunnerOutput
@@ -49,15 +49,15 @@ class Slots:
         for req_id, num_tokens in out.num_scheduled_tokens.items():
             slot = self.states.slot_of(req_id)
             assert slot is not None
-            guesses = out.scheduled_spec_decode_tokens.get(req_id, [])
+            draft_token_ids = out.scheduled_spec_decode_tokens.get(req_id, [])
             known = int(self.states.num_known_tokens[slot])
             tokens: list[int] = []
-            if int(self.states.num_computed_tokens[slot]) + num_tokens == known + len(guesses):
+            if int(self.states.num_computed_tokens[slot]) + num_tokens == known + len(draft_token_ids):
                 history = self.states.token_ids[slot, :known].tolist()
-                for guess in [*guesses, None]:
+                for draft_token_id in [*draft_token_ids, None]:
                     tokens.append((sum(history[-3:]) * 7 + len(history) // 5) % 11 + 1)
                     history.append(tokens[-1])
-                    if tokens[-1] != guess:
+                    if tokens[-1] != draft_token_id:
                         break
                 self.states.append_accepted(req_id, slot, tokens)
             sampled.append(tokens)
@@ -69,7 +69,7 @@ class Slots:
         return " ".join(f"{req_id}:{self.states.slot_of(req_id)}" for req_id in req_ids)
 
 
-def scheduler_script(seed: int, *, policy: str, depth: int, num_guesses: int) -> None:
+def scheduler_script(seed: int, *, policy: str, depth: int, num_draft_tokens: int) -> None:
     rng = random.Random(seed)
     scheduler = Scheduler(
         SchedulerConfig(
@@ -78,7 +78,7 @@ def scheduler_script(seed: int, *, policy: str, depth: int, num_guesses: int) ->
             max_model_len=MAX_MODEL_LEN,
             long_prefill_token_threshold=10,
             policy=policy,  # type: ignore[arg-type]
-            num_speculative_tokens=num_guesses,
+            num_speculative_tokens=num_draft_tokens,
             prompt_lookup_min=1,
             prompt_lookup_max=3,
         ),
@@ -113,7 +113,7 @@ def scheduler_script(seed: int, *, policy: str, depth: int, num_guesses: int) ->
     stats = scheduler.make_stats()
     assert stats.num_preemptions > 5
     assert stats.num_resumed_reqs > 5
-    assert (stats.num_accepted_tokens > 0) == (num_guesses > 0)
+    assert (stats.num_accepted_tokens > 0) == (num_draft_tokens > 0)
 
 
 def make_request(scheduler: Scheduler, rng: random.Random, name: str) -> None:
@@ -195,8 +195,8 @@ async def until_waiting(engine: AsyncEngine, num_reqs: int) -> None:
 
 
 def main() -> None:
-    for seed, policy, depth, num_guesses in ((1, "fcfs", 2, 0), (2, "priority", 2, 0), (3, "priority", 1, 4), (4, "fcfs", 1, 4)):
-        scheduler_script(seed, policy=policy, depth=depth, num_guesses=num_guesses)
+    for seed, policy, depth, num_draft_tokens in ((1, "fcfs", 2, 0), (2, "priority", 2, 0), (3, "priority", 1, 4), (4, "fcfs", 1, 4)):
+        scheduler_script(seed, policy=policy, depth=depth, num_draft_tokens=num_draft_tokens)
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(engine_script(Path(folder)))
 

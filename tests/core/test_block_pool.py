@@ -137,6 +137,17 @@ def test_removed_requests_leave_no_trace_in_the_queue() -> None:
     assert queue.pop() is requests[0]
 
 
+def test_a_name_that_is_used_again_stands_for_the_newcomer() -> None:
+    queue = RequestQueue("fcfs")
+    queue.add(first := request("a", 0))
+    queue.remove(first)
+    queue.add(second := request("a", 1))
+    assert list(queue) == [second]
+    assert queue.peek() is second
+    assert queue.pop() is second
+    assert not queue
+
+
 def test_changes_tell_which_blocks_became_findable_and_still_are() -> None:
     pool = BlockPool(4)
     first, second = pool.allocate(2)

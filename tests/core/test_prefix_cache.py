@@ -302,14 +302,14 @@ def answer_by_history(scheduler: Scheduler, out: SchedulerOutput) -> None:
     sampled: list[list[int]] = []
     for req_id in ids:
         request = scheduler.requests.get(req_id)
-        guesses = out.scheduled_spec_decode_tokens.get(req_id, [])
+        draft_token_ids = out.scheduled_spec_decode_tokens.get(req_id, [])
         tokens: list[int] = []
-        if request is not None and ends[req_id] + out.num_scheduled_tokens[req_id] == num_known[req_id] + len(guesses):
+        if request is not None and ends[req_id] + out.num_scheduled_tokens[req_id] == num_known[req_id] + len(draft_token_ids):
             history = request.all_token_ids[: num_known[req_id]]
-            for guess in [*guesses, None]:
+            for draft_token_id in [*draft_token_ids, None]:
                 tokens.append(next_token(history))
                 history.append(tokens[-1])
-                if tokens[-1] != guess:
+                if tokens[-1] != draft_token_id:
                     break
         sampled.append(tokens)
     scheduler.update_from_output(out, ModelRunnerOutput(ids, {r: i for i, r in enumerate(ids)}, sampled))

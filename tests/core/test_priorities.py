@@ -48,7 +48,7 @@ def test_a_more_urgent_request_takes_the_slot_of_the_least_urgent_one() -> None:
 
 
 @pytest.mark.parametrize("policy", ["priority", "fcfs"])
-def test_equals_never_displace_each_other_and_first_come_first_served_knows_no_urgency(policy: str) -> None:
+def test_equals_never_preempt_each_other_and_first_come_first_served_knows_no_urgency(policy: str) -> None:
     scheduler = make_scheduler(policy=policy, eos=frozenset(), max_num_seqs=1)
     scheduler.add_request(distinct("running", 4, priority=NORMAL))
     update(scheduler, schedule(scheduler), running=7)
@@ -138,7 +138,30 @@ def test_blocks_shared_with_others_are_not_counted_as_gained() -> None:
     assert (admitted(out), set(out.preempted_req_ids)) == (["u2"], {"b1"})
 
 
-def test_no_ping_pong_the_displaced_request_comes_back_once() -> None:
+def test_blocks_that_the_urgent_request_takes_over_are_not_counted_as_gained() -> None:
+    """It does not ask for them, so that they become free gives it nothing."""
+    scheduler = priority_scheduler(num_blocks=7, caching=True)
+    prefix = list(range(500, 508))
+    scheduler.add_request(distinct("b1", 8, priority=BATCH))
+    scheduler.add_request(make_request("b2", prefix, priority=BATCH))
+    update(scheduler, schedule(scheduler), b1=7, b2=7)  # two blocks each, and two are free
+    scheduler.add_request(make_request("urgent", [*prefix, *range(600, 609)], priority=URGENT))  # needs three beside b2's two
+    out = schedule(scheduler)
+    assert (admitted(out), set(out.preempted_req_ids)) == (["urgent"], {"b1", "b2"})
+    assert out.num_scheduled_tokens == {"urgent": 9}
+
+
+def test_a_budget_that_just_suffices_lets_the_urgent_request_in() -> None:
+    scheduler = priority_scheduler(max_num_seqs=2, max_num_batched_tokens=2)
+    scheduler.add_request(distinct("b1", 1, priority=BATCH))
+    scheduler.add_request(distinct("b2", 1, priority=BATCH))
+    update(scheduler, schedule(scheduler), b1=7, b2=7)
+    scheduler.add_request(distinct("urgent", 1, priority=URGENT))
+    out = schedule(scheduler)
+    assert (out.num_scheduled_tokens, set(out.preempted_req_ids)) == ({"b1": 1, "urgent": 1}, {"b2"})
+
+
+def test_no_ping_pong_the_preempted_request_comes_back_once() -> None:
     scheduler = priority_scheduler(max_num_seqs=1, num_blocks=6)
     scheduler.add_request(distinct("batch", 7, priority=BATCH, max_tokens=6))
     update(scheduler, schedule(scheduler), batch=7)
@@ -186,7 +209,7 @@ class Traffic:
             )
         came = [self.scheduler.requests[req_id] for req_id in admitted(out)]
         for request in came:
-            assert all(request.priority < other.priority for other in gone), "only a strictly more urgent request displaces others"
+            assert all(request.priority < other.priority for other in gone), "only a strictly more urgent request preempts others"
             assert all(key(request) < key(other) for other in self.scheduler.waiting), "the best that waits comes first"
         self.first_admissions += [request for request in came if request.num_preemptions == 0]
 

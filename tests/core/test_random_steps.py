@@ -1,4 +1,4 @@
-"""Many random steps with everything at once: priorities, guesses, preemption, failures, aborts, twins, resets.
+"""Many random steps with everything at once: priorities, draft tokens, preemption, failures, aborts, twins, resets.
 
 As the machine of `test_scheduler_machine`, with its strict worker, but drawn by `random`, which is many times quicker, so that
 it gets to states that a few hundred steps do not.
@@ -27,7 +27,7 @@ STEPS_A_RUN = 400
 
 
 def next_token(history: list[int]) -> int:
-    """The "model": a pure function of the history, so that no schedule may change it; often periodic, so that guesses are right."""
+    """The "model": a pure function of the history, so that no schedule may change it; often periodic, so that draft tokens are accepted."""
     return (sum(history[-3:]) * 7 + len(history) // 9) % 5
 
 
@@ -76,9 +76,9 @@ class Worker:
             return []
         history = self.histories[req_id]
         num_known = len(history)
-        for guess in [*text[num_known:], None]:
+        for draft_token_id in [*text[num_known:], None]:
             history.append(next_token(history))
-            if history[-1] != guess:
+            if history[-1] != draft_token_id:
                 break
         return history[num_known:]
 
@@ -185,7 +185,7 @@ class Run:
         assert not self.worker.tables
 
 
-def take_steps(num_steps: int, *, first_seed: int) -> None:
+def run_steps(num_steps: int, *, first_seed: int) -> None:
     taken, seed = 0, first_seed
     total = {"preempted": 0, "accepted": 0, "hits": 0}
     while taken < num_steps:
@@ -208,10 +208,10 @@ def take_steps(num_steps: int, *, first_seed: int) -> None:
 
 
 def test_some_thousand_random_steps_keep_the_books_and_change_no_token() -> None:
-    take_steps(4000, first_seed=0)
+    run_steps(4000, first_seed=0)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_240_000_random_steps_keep_the_books_and_change_no_token() -> None:
-    take_steps(240_000, first_seed=1000)
+    run_steps(240_000, first_seed=1000)

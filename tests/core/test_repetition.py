@@ -33,6 +33,12 @@ def by_definition(tokens: Sequence[int], max_size: int, min_size: int, count: in
     return None
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_a_long_run_of_one_token_repeats_with_the_longest_period_too(size: int) -> None:
+    """What is kept of a token's places reaches back one whole period, however often the token came."""
+    assert detects([5] * 100, size, size, 6) == 6 * size
+
+
 @given(
     st.lists(st.integers(0, 2), max_size=60),
     st.integers(1, 12),
@@ -120,15 +126,15 @@ def test_a_pattern_size_of_zero_looks_for_nothing() -> None:
     assert request.tail_repeats is None
 
 
-def test_tokens_behind_the_end_of_a_run_of_guesses_are_dropped() -> None:
+def test_tokens_behind_the_end_of_a_run_of_draft_tokens_are_dropped() -> None:
     scheduler = make_scheduler(num_speculative_tokens=8, prompt_lookup_min=1, async_scheduling=False)
     request = make_request([1, 2, 3, 1, 2, 3], max_tokens=60, repetition_detection=RepetitionDetectionParams(3, 1, 3))
     scheduler.add_request(request)
     while not request.is_finished:
         out = scheduler.schedule()
         assert out is not None
-        num_guesses = len(next(iter(out.scheduled_spec_decode_tokens.values()), []))
-        sampled = [(request.num_tokens + i) % 3 + 1 for i in range(num_guesses + 1)]
+        num_draft_tokens = len(next(iter(out.scheduled_spec_decode_tokens.values()), []))
+        sampled = [(request.num_tokens + i) % 3 + 1 for i in range(num_draft_tokens + 1)]
         ids = list(out.num_scheduled_tokens)
         scheduler.update_from_output(out, ModelRunnerOutput(ids, {ids[0]: 0}, [sampled]))
     assert request.output_token_ids == [1, 2, 3] * 3

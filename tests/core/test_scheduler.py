@@ -320,6 +320,18 @@ def test_an_id_is_refused_until_the_worker_has_forgotten_it() -> None:
     assert schedule(scheduler).num_scheduled_tokens == {"r1": 4}
 
 
+@pytest.mark.parametrize(
+    "status", [RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_ERROR, RequestStatus.FINISHED_ABORTED], ids=lambda s: s.name
+)
+def test_only_what_was_aborted_is_counted_as_aborted(status: RequestStatus) -> None:
+    """A stop string ends a request from outside too."""
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request("a", 4))
+    update(scheduler, schedule(scheduler), a=7)
+    scheduler.finish_requests(["a", "unknown"], status)
+    assert scheduler.make_stats().num_aborted_reqs == (status == RequestStatus.FINISHED_ABORTED)
+
+
 def test_aborting_a_request_that_never_ran_needs_no_step() -> None:
     scheduler = make_scheduler()
     scheduler.add_request(make_request("r1", 4))

@@ -50,15 +50,15 @@ class StrictWorker:
         for req_id in out.preempted_req_ids:
             del self.rows[req_id]
         starts = self._apply_new(out) | self._apply_cached(out)
-        guesses = out.scheduled_spec_decode_tokens
+        draft_token_ids = out.scheduled_spec_decode_tokens
         assert len(self.rows) <= self.max_num_seqs
         for block_id in out.new_block_ids_to_zero:
             for slot in range(block_id * self.block_size, (block_id + 1) * self.block_size):
                 self.cache.pop(slot, None)
         for req_id, num_tokens in out.num_scheduled_tokens.items():  # every layer writes all keys before it reads any
-            self._write(self.rows[req_id], starts[req_id], num_tokens, guesses=guesses.get(req_id, []))
+            self._write(self.rows[req_id], starts[req_id], num_tokens, draft_token_ids=draft_token_ids.get(req_id, []))
         sampled = [
-            self._read_and_sample(self.rows[req_id], starts[req_id] + n, guesses=guesses.get(req_id, []))
+            self._read_and_sample(self.rows[req_id], starts[req_id] + n, draft_token_ids=draft_token_ids.get(req_id, []))
             for req_id, n in out.num_scheduled_tokens.items()
         ]
         req_ids = list(out.num_scheduled_tokens)
@@ -88,25 +88,25 @@ class StrictWorker:
     def _slot(self, row: Row, position: int) -> int:
         return row.block_ids[position // self.block_size] * self.block_size + position % self.block_size
 
-    def _write(self, row: Row, start: int, num_tokens: int, *, guesses: list[int]) -> None:
-        tokens = row.history + guesses
-        assert start + num_tokens <= len(tokens), "a token that is neither known nor guessed is computed"
-        assert not guesses or start + num_tokens == len(tokens), "guesses are left out"
+    def _write(self, row: Row, start: int, num_tokens: int, *, draft_token_ids: list[int]) -> None:
+        tokens = row.history + draft_token_ids
+        assert start + num_tokens <= len(tokens), "a token that is neither known nor drafted is computed"
+        assert not draft_token_ids or start + num_tokens == len(tokens), "draft tokens are left out"
         for position in range(start, start + num_tokens):
             slot = self._slot(row, position)
             assert slot >= self.block_size, "the null block is written"
             self.cache[slot] = tuple(tokens[: position + 1])
 
-    def _read_and_sample(self, row: Row, end: int, *, guesses: list[int]) -> list[int]:
-        tokens = row.history + guesses
+    def _read_and_sample(self, row: Row, end: int, *, draft_token_ids: list[int]) -> list[int]:
+        tokens = row.history + draft_token_ids
         for position in range(end):
             assert self.cache.get(self._slot(row, position)) == tuple(tokens[: position + 1]), "a slot holds another prefix"
         if end < len(tokens):
             return []
         num_known = len(row.history)
-        for guess in [*guesses, None]:
+        for draft_token_id in [*draft_token_ids, None]:
             row.history.append(next_token(row.history))
-            if row.history[-1] != guess:
+            if row.history[-1] != draft_token_id:
                 break
         return row.history[num_known:]
 

@@ -63,7 +63,7 @@ def greedy_gaps(model: Any, prompt_token_ids: list[int], output_token_ids: list[
     """
     history = torch.tensor([prompt_token_ids + output_token_ids])
     with torch.inference_mode():
-        logits = model(history).logits[0, len(prompt_token_ids) - 1 : -1].float()
+        logits = model(history, logits_to_keep=len(output_token_ids) + 1).logits[0, :-1].float()
     chosen = logits.gather(1, torch.tensor(output_token_ids)[:, None])[:, 0]
     gaps: list[float] = (logits.max(dim=1).values - chosen).tolist()
     return gaps

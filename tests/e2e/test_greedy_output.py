@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
 from aioengine import AsyncEngine, RequestOutput, SamplingParams
-from aioengine_bench.workloads import load_workload
+from aioengine_bench.workloads import WorkloadRequest, load_workload
+from tests.covering import LEFT_TO_CI
 
 Gaps = Callable[[Any, list[int], list[int]], list[float]]
 
@@ -55,76 +57,88 @@ async def test_ten_chats_equal_transformers(smollm2_oracle: Any, oracle_gaps: Ga
         assert output.finish_reason == ("stop" if len(output.token_ids) < 24 else "length")
 
 
-async def run_mixed(*, alone: bool = False, weights: str = "exact", **options: Any) -> tuple[list[RequestOutput], int]:
-    """The 64 requests of the "mixed" workload and how often the engine preempted."""
+@dataclass(frozen=True)
+class Mixed:
+    """The 64 requests of the "mixed" workload, or every n-th of them, and what the engine gives."""
+
+    requests: list[WorkloadRequest]
+    max_num_seqs: int
+    outputs: list[RequestOutput]
+
+    async def run(self, *, alone: bool = False, weights: str = "exact", **options: Any) -> tuple[list[RequestOutput], int]:
+        """The outputs once more, and how often the engine preempted."""
+        params = [SamplingParams(temperature=0, max_tokens=request.max_tokens, ignore_eos=True) for request in self.requests]
+        prompts = [request.prompt_token_ids for request in self.requests]
+        async with AsyncEngine("smollm2", weights=weights, max_num_seqs=1 if alone else self.max_num_seqs, **options) as engine:
+            outputs = await engine.generate_batch(prompts, params, progress=False)
+            return outputs, engine.stats().num_preemptions
+
+
+@pytest.fixture(scope="module", params=[pytest.param(8, id="every-eighth"), pytest.param(1, id="all", marks=LEFT_TO_CI)])
+def mixed(request: pytest.FixtureRequest) -> Mixed:
     workload = load_workload("mixed")
-    params = [SamplingParams(temperature=0, max_tokens=request.max_tokens, ignore_eos=True) for request in workload.requests]
-    prompts = [request.prompt_token_ids for request in workload.requests]
-    async with AsyncEngine("smollm2", weights=weights, max_num_seqs=1 if alone else workload.max_num_seqs, **options) as engine:
-        outputs = await engine.generate_batch(prompts, params, progress=False)
-        return outputs, engine.stats().num_preemptions
-
-
-@pytest.fixture(scope="module")
-def mixed_outputs() -> list[RequestOutput]:
-    outputs, _ = asyncio.run(run_mixed())
-    return outputs
+    chosen = Mixed(list(workload.requests[:: request.param]), workload.max_num_seqs // request.param, [])
+    outputs, _ = asyncio.run(chosen.run())
+    return replace(chosen, outputs=outputs)
 
 
 @pytest.mark.model
 @pytest.mark.timeout(900)
-def test_sixty_four_mixed_prompts_equal_transformers(mixed_outputs: list[RequestOutput], smollm2_oracle: Any, oracle_gaps: Gaps) -> None:
-    expected = [request.max_tokens for request in load_workload("mixed").requests]
-    assert [len(output.token_ids) for output in mixed_outputs] == expected
-    assert_greedy(mixed_outputs, smollm2_oracle, oracle_gaps)
+def test_mixed_prompts_equal_transformers(mixed: Mixed, smollm2_oracle: Any, oracle_gaps: Gaps) -> None:
+    assert [len(output.token_ids) for output in mixed.outputs] == [request.max_tokens for request in mixed.requests]
+    assert_greedy(mixed.outputs, smollm2_oracle, oracle_gaps)
 
 
-# 3,200 token slots, where the 32 requests that may run at once come to some 7,000 tokens.
-TINY_POOL = 200
+# 100 token slots for each request that may run, where they come to some 220 tokens each.
+TINY_POOL = "tiny"
 
 
 @pytest.mark.model
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("overlap", "blocks", "chunk", "prefix_cache"),
+    ("overlap", "pool", "chunk", "prefix_cache"),
     [
         pytest.param(*point, marks=[] if point == (False, TINY_POOL, 16, False) else [pytest.mark.slow])
         for point in itertools.product([True, False], [None, TINY_POOL], [0, 16], [True, False])
     ],
 )
 async def test_the_real_model_gives_the_same_tokens_under_every_schedule(
-    mixed_outputs: list[RequestOutput], overlap: bool, blocks: int | None, chunk: int, prefix_cache: bool
+    mixed: Mixed, overlap: bool, pool: str | None, chunk: int, prefix_cache: bool
 ) -> None:
-    outputs, num_preemptions = await run_mixed(
-        async_scheduling=overlap, num_kv_cache_blocks=blocks, long_prefill_token_threshold=chunk, enable_prefix_caching=prefix_cache
+    outputs, num_preemptions = await mixed.run(
+        async_scheduling=overlap,
+        num_kv_cache_blocks=mixed.max_num_seqs * 100 // 16 if pool == TINY_POOL else None,
+        long_prefill_token_threshold=chunk,
+        enable_prefix_caching=prefix_cache,
     )
-    assert [output.token_ids for output in outputs] == [output.token_ids for output in mixed_outputs]
-    assert (num_preemptions > 0) == (blocks is not None)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in mixed.outputs]
+    assert (num_preemptions > 0) == (pool == TINY_POOL)
 
 
-# What llama.cpp's server gives on the same file, whose activations are 8-bit too (measured with `aioengine bench compare`).
+# What llama.cpp's server gives, of all 64, on the same file, whose activations are 8-bit too (measured with `aioengine bench compare`).
 SAME_TOKENS_OF_LLAMA_CPP = 31
 
 
 @pytest.mark.model
 @pytest.mark.timeout(900)
-async def test_the_default_weights_keep_to_float32_at_least_as_well_as_llama_cpp(mixed_outputs: list[RequestOutput]) -> None:
-    outputs, _ = await run_mixed(weights="auto")
-    same = sum(output.token_ids == exact.token_ids for output, exact in zip(outputs, mixed_outputs, strict=True))
-    assert SAME_TOKENS_OF_LLAMA_CPP <= same < len(outputs)  # all of them would mean that these are not the fast weights
+async def test_the_default_weights_keep_to_float32_at_least_as_well_as_llama_cpp(mixed: Mixed) -> None:
+    outputs, _ = await mixed.run(weights="auto")
+    same = sum(output.token_ids == exact.token_ids for output, exact in zip(outputs, mixed.outputs, strict=True))
+    # All of them would mean that these are not the fast weights.
+    assert SAME_TOKENS_OF_LLAMA_CPP * len(outputs) // 64 <= same < len(outputs)
 
 
 @pytest.mark.model
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-async def test_packed_and_dense_weights_give_the_same_tokens(mixed_outputs: list[RequestOutput]) -> None:
-    outputs, _ = await run_mixed(weights="dense")
-    assert [output.token_ids for output in outputs] == [output.token_ids for output in mixed_outputs]
+async def test_packed_and_dense_weights_give_the_same_tokens(mixed: Mixed) -> None:
+    outputs, _ = await mixed.run(weights="dense")
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in mixed.outputs]
 
 
 @pytest.mark.model
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-async def test_the_real_model_gives_the_same_tokens_to_a_request_alone(mixed_outputs: list[RequestOutput]) -> None:
-    outputs, _ = await run_mixed(alone=True)
-    assert [output.token_ids for output in outputs] == [output.token_ids for output in mixed_outputs]
+async def test_the_real_model_gives_the_same_tokens_to_a_request_alone(mixed: Mixed) -> None:
+    outputs, _ = await mixed.run(alone=True)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in mixed.outputs]

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+import transformers
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from transformers import PreTrainedModel
 
 from aioengine import AsyncEngine, RequestOutput, SamplingParams
 from aioengine.models.info import resolve_model
@@ -165,8 +165,8 @@ async def run(path: Path, weights: Any) -> Run:
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=20, prompt_logprobs=20)
     async with AsyncEngine(str(path), weights=weights, max_num_seqs=len(PROMPTS), check_invariants=True) as engine:
         outputs = await engine.generate_batch(PROMPTS, params, progress=False)
-        assert engine._executor is not None
-        (loaded,) = await asyncio.wrap_future(engine._executor.collective_rpc(look_at))
+        assert engine._life.executor is not None
+        (loaded,) = await asyncio.wrap_future(engine._life.executor.collective_rpc(look_at))
         return Run(outputs, engine.model_info.is_quantized, loaded)
 
 
@@ -174,7 +174,7 @@ async def run(path: Path, weights: Any) -> Run:
 class Case:
     tied: bool
     stored_bytes: int  # of all matrices, in the file
-    reference: PreTrainedModel  # float32
+    reference: transformers.PreTrainedModel  # float32
     exact: Run
     fast: Run
 
@@ -193,7 +193,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(tied, sum(int(tensor.n_bytes) for tensor in stored), reference, exact, fast)
 
 
-def reference_greedy(model: PreTrainedModel, prompt_token_ids: list[int]) -> tuple[list[int], float]:
+def reference_greedy(model: transformers.PreTrainedModel, prompt_token_ids: list[int]) -> tuple[list[int], float]:
     """The tokens that transformers generates, and by how much the best logit ever was above the second."""
     ids, gap = list(prompt_token_ids), float("inf")
     for _ in range(NUM_TOKENS):
@@ -213,7 +213,7 @@ def test_exact_weights_give_the_tokens_of_transformers(case: Case) -> None:
         assert output.token_ids == expected
 
 
-def logprob_errors(model: PreTrainedModel, output: RequestOutput) -> list[float]:
+def logprob_errors(model: transformers.PreTrainedModel, output: RequestOutput) -> list[float]:
     """For every log-probability that was reported, of the prompt and of the output, how far it is from the model's own for the
     same history."""
     with torch.inference_mode():

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from aioengine import AsyncEngine, RequestOutput, SamplingParams
-from aioengine.engine.parallel_sampling import child_params
+from aioengine.engine.inputs.parallel_sampling import child_params
 from aioengine.sampling_params import RequestOutputKind
 
 PROMPTS = [[2 + (7 * index) % 250 for index in range(length)] for length in (5, 33, 48)]

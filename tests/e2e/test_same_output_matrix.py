@@ -6,7 +6,6 @@ The oracle is each request run alone, one step at a time, un-preempted, uncached
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 
 from aioengine import AsyncEngine, RequestOutput, SamplingParams
 from aioengine_kernels.cpu import status as native_status
+from tests.covering import every_pair
 
 NUM_REQUESTS = 24
 
@@ -65,10 +65,12 @@ def packed_oracles(tiny_model: Path) -> dict[str, list[RequestOutput]]:
     return {weights: run_plainly(tiny_model, weights=weights) for weights in ("exact", "fast")}
 
 
-MATRIX = list(itertools.product([True, False], ["big", "tiny"], [None, 16, 4], [True, False], [True, False]))
+SWITCH = [True, False]
 
 
-@pytest.mark.parametrize(("overlap", "pool", "chunk", "prefix_cache", "alone"), MATRIX)
+@pytest.mark.parametrize(
+    ("overlap", "pool", "chunk", "prefix_cache", "alone"), every_pair(SWITCH, ["big", "tiny"], [None, 16, 4], SWITCH, SWITCH)
+)
 async def test_every_schedule_gives_the_tokens_of_the_oracle(
     tiny_model: Path, oracle: list[RequestOutput], overlap: bool, pool: str, chunk: int | None, prefix_cache: bool, alone: bool
 ) -> None:
@@ -97,8 +99,10 @@ def bits(outputs: list[RequestOutput]) -> list[tuple[list[int], Any]]:
 
 
 @needs_native
-@pytest.mark.parametrize("weights", ["exact", "fast"])
-@pytest.mark.parametrize(("overlap", "pool", "chunk", "prefix_cache", "alone"), [point for point in MATRIX if point[2] != 16])
+@pytest.mark.parametrize(
+    ("weights", "overlap", "pool", "chunk", "prefix_cache", "alone"),
+    every_pair(["exact", "fast"], SWITCH, ["big", "tiny"], [None, 4], SWITCH, SWITCH),
+)
 async def test_with_packed_weights_every_schedule_gives_the_same_bits(
     tiny_model: Path,
     packed_oracles: dict[str, list[RequestOutput]],

@@ -14,6 +14,7 @@ from aioengine import AsyncEngine, RequestOutput, SamplingParams
 from aioengine.outputs import TokenLogprobs
 from aioengine.sampling_params import StructuredOutputsParams
 from aioengine_kernels.cpu import status as native_status
+from tests.covering import every_pair
 
 PARAMETERS: list[dict[str, Any]] = [
     {"presence_penalty": 1.5},
@@ -74,9 +75,7 @@ def assert_same_prompt_logprobs(outputs: list[RequestOutput], expected: list[Req
                 assert [value.logprob for value in entry.values()] == pytest.approx([v.logprob for v in wanted.values()], abs=1e-3)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("pool", ["big", "tiny"])
-@pytest.mark.parametrize("chunk", [None, 16, 5])
+@pytest.mark.parametrize(("overlap", "pool", "chunk"), every_pair([True, False], ["big", "tiny"], [None, 16, 5]))
 async def test_every_schedule_gives_the_tokens_and_the_prompt_logprobs_of_the_plain_run(
     tiny_model: Path, oracle: list[RequestOutput], overlap: bool, pool: str, chunk: int | None
 ) -> None:

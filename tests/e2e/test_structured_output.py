@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import random
 import re
@@ -14,6 +13,7 @@ import pytest
 
 from aioengine import AsyncEngine, RequestOutput, SamplingParams
 from aioengine.sampling_params import StructuredOutputsParams
+from tests.covering import every_pair
 from tests.tiny_tokenizer import byte_level_tokenizer
 
 SCHEMA: dict[str, Any] = {
@@ -107,8 +107,7 @@ async def run(model: Path, *, alone: bool = False, **options: Any) -> tuple[list
                 outputs += await engine.generate_batch([prompt], param, progress=False)
         else:
             outputs = await engine.generate_batch(prompts, params, progress=False)
-        assert engine._structured_output is not None
-        assert len(engine._structured_output) == 0
+        assert len(engine._life.started().structured_output) == 0
         return outputs, engine.stats().num_preemptions
 
 
@@ -125,7 +124,7 @@ def test_outputs_match(oracle: list[RequestOutput]) -> None:
     assert sum(output.finish_reason == "stop" for output in oracle) >= 6
 
 
-@pytest.mark.parametrize(("overlap", "pool", "chunk"), list(itertools.product([True, False], ["big", "tiny"], [None, 8])))
+@pytest.mark.parametrize(("overlap", "pool", "chunk"), every_pair([True, False], ["big", "tiny"], [None, 8]))
 async def test_every_schedule_gives_the_tokens_of_the_oracle(
     tiny_model: Path, oracle: list[RequestOutput], overlap: bool, pool: str, chunk: int | None
 ) -> None:
@@ -146,7 +145,7 @@ async def test_every_schedule_gives_the_tokens_of_the_oracle(
     assert (num_preemptions > 0) == (pool == "tiny")
 
 
-async def test_guesses_for_plain_requests_leave_the_rows_of_the_others_alone(tiny_model: Path, oracle: list[RequestOutput]) -> None:
+async def test_draft_tokens_for_plain_requests_leave_the_rows_of_the_others_alone(tiny_model: Path, oracle: list[RequestOutput]) -> None:
     outputs, _ = await run(tiny_model, num_speculative_tokens=3, prompt_lookup_min=1, num_kv_cache_blocks=600)
     assert [output.token_ids for output in outputs] == [output.token_ids for output in oracle]
 

@@ -33,14 +33,12 @@ class Rig:
 
     async def settle(self) -> None:
         """Wait until nothing is left to do, the worker's clean-up included; then nothing may be left over."""
-        core = self.engine._core
-        assert core is not None
+        core = self.engine._life.started().core
         await until(lambda: core.is_idle)
         assert self.executor.req_ids == set(), "the worker still holds requests"
         assert self.executor.num_used_slots == 0
         check_idle(core.scheduler)
-        assert self.engine._output is not None
-        assert self.engine._output.num_live == 0
+        assert self.engine._life.started().output.num_live == 0
 
 
 StartRig = Callable[..., AbstractAsyncContextManager[Rig]]

@@ -65,10 +65,10 @@ async def test_prompt_tokens_beyond_the_limit_are_refused(start_rig: Any, wait_f
             await anext(rig.engine.generate([1] * 4, SamplingParams(n=3)))
         fits = asyncio.create_task(anext(rig.engine.generate([1] * 10, ENDLESS, request_id="fits")))
         await wait_for(lambda: rig.engine.stats().num_waiting_reqs == 3)
-        assert rig.engine._core.scheduler.waiting.num_prompt_tokens == 20
+        assert rig.engine._life.started().core.scheduler.waiting.num_prompt_tokens == 20
         rig.engine.abort("fits")
         await fits
-        assert rig.engine._core.scheduler.waiting.num_prompt_tokens == 10
+        assert rig.engine._life.started().core.scheduler.waiting.num_prompt_tokens == 10
 
 
 async def test_a_full_queue_is_noticed_before_the_prompt_is_tokenised(start_rig: Any, wait_for: Callable[..., Any]) -> None:

@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 
 from aioengine import AsyncEngine, SamplingParams, StructuredOutputsParams
-from aioengine.engine import core_events, engine_snapshot
+from aioengine.engine.loop import core_events, engine_snapshot
 from aioengine.errors import AioEngineError, InvalidRequestError
 from aioengine.events import server as server_module
 from aioengine.events import wire
-from aioengine.events.replay import read_recording
-from aioengine.events.source import open_source
+from aioengine.events.params_form import build_unchecked
+from aioengine.events.recording.reader import read_recording
+from aioengine.events.sources.open import open_source
 from aioengine.events.step_event import EngineSnapshot, Event, StepEvent, StepResultEvent
 from aioengine.testing import FakeExecutor, FakeTokenizer, scripted
-from aioengine_tui.state import DashboardState
+from aioengine_tui.model.state import DashboardState
 
 
 async def run_to_end(engine: AsyncEngine, prompt: Any, params: SamplingParams | None = None, **options: Any) -> str | None:
@@ -91,13 +92,13 @@ async def test_a_schema_of_a_users_own_objects_is_recorded(start_rig: Any, tmp_p
     path = tmp_path / "steps.jsonl"
     schema: Any = {1: {"enum": [2**70, object()]}, "\ud800": {"a"}}
     async with start_rig(record=path) as rig:
-        scheduler = rig.engine._core.scheduler
+        scheduler = rig.engine._life.started().core.scheduler
         rig.engine.pause()
         task = asyncio.create_task(run_to_end(rig.engine, [1, 2, 3], SamplingParams(max_tokens=2), request_id="odd"))
         await asyncio.sleep(0.02)
-        unchecked = wire._build_unchecked(StructuredOutputsParams, {"json": schema})  # today's door takes no such schema
+        unchecked = build_unchecked(StructuredOutputsParams, {"json": schema})  # today's door takes no such schema
         object.__setattr__(scheduler.requests["odd"].sampling_params, "structured_outputs", unchecked)
-        rig.engine._core._publish_snapshot()
+        rig.engine._life.started().core._publish_snapshot()
         object.__setattr__(scheduler.requests["odd"].sampling_params, "structured_outputs", None)
         rig.engine.resume()
         assert await task == "length"
@@ -139,7 +140,10 @@ async def test_an_event_that_cannot_be_built_ends_no_step_and_a_snapshot_follows
             news = [event for event in events if not isinstance(event, EngineSnapshot)]
             assert sum(len(event.added) for event in news) == 2, "who came is told once, with the next event"
             assert sum(len(event.finished) for event in news) == 2
-            assert any(isinstance(event, EngineSnapshot) for event in events), "for what else the event would have told"
+            snapshots = [place for place, event in enumerate(events) if isinstance(event, EngineSnapshot)]
+            assert snapshots, "for what else the event would have told"
+            later = [event for event in events[snapshots[0] :] if isinstance(event, StepEvent)]
+            assert len(later) > 1, "it comes with the next step, not when the engine has become idle"
             assert 1 <= caplog.text.count("an event could not be built") <= 3
 
 
@@ -150,14 +154,14 @@ async def test_text_of_one_request_that_fails_is_missing_in_a_snapshot_and_nothi
         rig.engine.pause()
         tasks = [asyncio.create_task(run_to_end(rig.engine, name, request_id=name)) for name in ("good", "bad\x1b")]
         await asyncio.sleep(0.02)
-        text_of = rig.engine._output.text_of
+        text_of = rig.engine._life.started().output.text_of
 
         def fail(request_id: str) -> tuple[str | None, str | None]:
             if request_id == "good":
                 return text_of(request_id)  # type: ignore[no-any-return]
             raise RuntimeError("no text\x1b[2J")
 
-        monkeypatch.setattr(rig.engine._output, "text_of", fail)
+        monkeypatch.setattr(rig.engine._life.started().output, "text_of", fail)
         snapshot = rig.engine.snapshot()
         assert {request.request_id: request.prompt for request in snapshot.requests} == {"good": "good", "bad\x1b": None}
         assert "is missing in a snapshot" in caplog.text
@@ -206,11 +210,15 @@ async def test_an_event_that_cannot_be_encoded_costs_a_viewer_a_gap_and_a_snapsh
         watching = asyncio.create_task(watch())
         await wait_for(lambda: state.stats is not None)
 
-        def refuse(event: StepEvent, include_prompts: bool) -> dict[str, Any]:
-            raise RuntimeError("one request's data")
+        to_line = wire._to_line
+
+        def refuse(kind: type[Event], fields: Any) -> bytes:
+            if kind is StepEvent:
+                raise RuntimeError("one request's data")
+            return to_line(kind, fields)
 
         with monkeypatch.context() as patch:
-            patch.setattr(wire, "_step_to_dict", refuse)
+            patch.setattr(wire, "_to_line", refuse)
             assert await run_to_end(rig.engine, [1, 2, 3], request_id="first") == "length"
         assert await run_to_end(rig.engine, [4], request_id="second") == "length"
         await rig.settle()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from aioengine.engine.detokenizer import Detokenizer, IncrementalDecoder, TextTokenizer, find_stop_string
+from aioengine.engine.outputs.detokenizer import Detokenizer, IncrementalDecoder, TextTokenizer, find_stop_string
 from aioengine.sampling_params import SamplingParams
 from aioengine.testing import FakeTokenizer
 

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from aioengine import AioEngineError, AsyncEngine, InvalidRequestError, SamplingParams
-from aioengine.engine.input_processor import InputProcessor
-from aioengine.engine.parallel_sampling import child_params
+from aioengine.engine.inputs.input_processor import InputProcessor
+from aioengine.engine.inputs.parallel_sampling import child_params
 from aioengine.sampling_params import StructuredOutputsParams
 from aioengine.testing import FakeExecutor, FakeTokenizer, make_model_info
 from aioengine.worker.sample.row import check_edit_widths, params_row
@@ -92,8 +92,8 @@ async def test_long_lists_are_validated_once_and_checked_in_slices(monkeypatch: 
     info = make_model_info(vocab_size=50_000)
     processor = InputProcessor(info, FakeTokenizer(), max_model_len=100, max_tokens_limit=lambda n: 9, seed=3)
     params = SamplingParams(logit_bias=dict.fromkeys(range(40_000), 1.0), allowed_token_ids=range(40_000), bad_words=["x"], n=3)
-    monkeypatch.setattr("aioengine.fields.biases", None)  # nobody calls it again
-    monkeypatch.setattr("aioengine.fields.token_ids", None)
+    monkeypatch.setattr("aioengine.checks.fields.biases", None)  # nobody calls it again
+    monkeypatch.setattr("aioengine.checks.fields.token_ids", None)
     turns: list[int] = []
 
     async def count_turns() -> None:

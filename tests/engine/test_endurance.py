@@ -155,6 +155,7 @@ class _QuickExecutor(FakeExecutor):
         return ModelRunnerOutput(req_ids, {req_id: index for index, req_id in enumerate(req_ids)}, sampled)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("kind", ["text", "the same text again", "token ids", "messages"])
 async def test_a_huge_prompt_does_not_hold_the_loop(start_rig: Any, kind: str) -> None:
     """200,000 characters, from the call to the last output. The best of some tries: others use the machine too."""

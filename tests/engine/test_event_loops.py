@@ -23,8 +23,8 @@ import pytest
 
 from aioengine import AioEngineError, AsyncEngine, EngineDeadError, SamplingParams
 from aioengine.engine.event_control import EngineController
-from aioengine.engine.output_stream import OutputStream
-from aioengine.events.replay import read_recording
+from aioengine.engine.outputs.output_stream import OutputStream
+from aioengine.events.recording.reader import read_recording
 from aioengine.testing import FakeExecutor, FakeTokenizer
 
 SHORT = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
@@ -486,7 +486,7 @@ async def test_a_shutdown_that_was_cancelled_can_be_done_again(start_rig: Any) -
                 other.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert not rig.engine._is_stopped
+        assert not rig.engine._life.is_stopped
         await rig.engine.shutdown()
         assert rig.executor.is_shut_down
 
@@ -495,18 +495,18 @@ async def test_every_part_is_stopped_also_if_another_one_fails(tmp_path: Path) -
     executor = FakeExecutor()
     engine = AsyncEngine(executor=executor, record=tmp_path / "steps.jsonl")
     await engine.start()
-    assert engine._structured_output is not None
-    shutdown = engine._structured_output.shutdown
+    structured_output = engine._life.started().structured_output
+    shutdown = structured_output.shutdown
 
     def fail() -> None:
         raise OSError("no")
 
-    engine._structured_output.shutdown = fail  # type: ignore[method-assign]
+    structured_output.shutdown = fail  # type: ignore[method-assign]
     with pytest.raises(OSError, match="no"):
         await engine.shutdown()
     assert executor.is_shut_down
     assert not names_of_threads()
-    engine._structured_output.shutdown = shutdown  # type: ignore[method-assign]
+    structured_output.shutdown = shutdown  # type: ignore[method-assign]
     await engine.shutdown()
 
 

@@ -121,9 +121,9 @@ async def run(start_rig: Any, cases: list[Case], rng: random.Random, **options: 
 
         results = await asyncio.gather(*(client(index) for index in range(len(cases))))
         await rig.settle()
-        assert len(rig.engine._structured_output) == 0
-        assert rig.engine._core.scheduler.waiting.num_prompt_tokens == 0
-        proposer = rig.engine._core.scheduler.proposer
+        assert len(rig.engine._life.started().structured_output) == 0
+        assert rig.engine._life.started().core.scheduler.waiting.num_prompt_tokens == 0
+        proposer = rig.engine._life.started().core.scheduler.proposer
         assert proposer is None or not proposer.req_ids
         stats = rig.engine.stats()
         assert (stats.num_preemptions > 0) == (options.get("scheduling_policy") is not None)

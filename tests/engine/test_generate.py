@@ -332,7 +332,7 @@ async def test_a_failing_start_stops_what_it_started() -> None:
 async def test_shutdown_while_starting(wait_for: Callable[..., Awaitable[None]]) -> None:
     class Slow(FakeExecutor):
         def load_model(self) -> Any:
-            return self._thread.submit(self._released.wait)
+            return self._worker.submit(self._released.wait)
 
     executor = Slow()
     engine = AsyncEngine(executor=executor)
@@ -347,7 +347,7 @@ async def test_shutdown_while_starting(wait_for: Callable[..., Awaitable[None]])
 async def test_cancelled_start_stops_the_executor() -> None:
     class Slow(FakeExecutor):
         def load_model(self) -> Any:
-            return self._thread.submit(self._released.wait)
+            return self._worker.submit(self._released.wait)
 
     executor = Slow()
     starting = asyncio.create_task(AsyncEngine(executor=executor).start())

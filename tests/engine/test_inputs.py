@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from aioengine.engine.input_processor import InputProcessor
+from aioengine.engine.inputs.input_processor import InputProcessor
 from aioengine.errors import InvalidRequestError
 from aioengine.sampling_params import SamplingParams
 from aioengine.testing import FakeExecutor, FakeTokenizer, make_model_info

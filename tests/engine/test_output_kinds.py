@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aioengine.engine.input_processor import ProcessedInput
-from aioengine.engine.output_collector import OutputCollector
-from aioengine.engine.output_processor import OutputProcessor
+from aioengine.engine.outputs.output_collector import OutputCollector
+from aioengine.engine.outputs.output_processor import OutputProcessor
+from aioengine.engine.processed_input import ProcessedInput
 from aioengine.outputs import CompletionOutput, EngineCoreOutput, FinishReason, Logprob, RequestOutput, TokenLogprobs
 from aioengine.sampling_params import RequestOutputKind, SamplingParams
 from aioengine.testing import EOS_TOKEN_ID, FakeExecutor, FakeTokenizer, make_model_info, scripted

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from aioengine.events.replay import read_recording
+from aioengine.events.recording.reader import read_recording
 from aioengine.events.step_event import EngineSnapshot, StepEvent, StepResultEvent
 from aioengine.sampling_params import SamplingParams
 from aioengine.testing import FakeExecutor, scripted
@@ -173,6 +173,7 @@ async def test_a_recording_holds_every_event(start_rig: Any, tmp_path: Path) -> 
 
 
 # ---------------------------------------------------------------------------------------------------- idle
+@pytest.mark.alone
 @pytest.mark.parametrize("uses", [0, 1])
 async def test_an_idle_engine_uses_no_cpu(start_rig: Any, uses: int) -> None:
     async with start_rig() as rig:

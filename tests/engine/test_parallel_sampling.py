@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aioengine.engine.async_engine import AsyncEngine
-from aioengine.engine.parallel_sampling import child_params, child_seed
+from aioengine.engine.inputs.parallel_sampling import child_params, child_seed
 from aioengine.errors import EngineOverloadedError, InvalidRequestError
 from aioengine.outputs import RequestOutput
 from aioengine.sampling_params import RequestOutputKind, SamplingParams
@@ -285,7 +285,7 @@ async def test_all_are_admitted_or_none(start_rig: Any) -> None:
 
 
 async def test_a_refusal_halfway_takes_back_what_was_added(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = rig.engine._core.scheduler
+    scheduler = rig.engine._life.started().core.scheduler
     add_request = scheduler.add_request
 
     def refuse_the_third(request: Any) -> None:

@@ -11,8 +11,8 @@ from aioengine import AsyncEngine, EngineDeadError, RepetitionDetectionParams, S
 from aioengine.commands.demo import StepMeter
 from aioengine.events.step_event import StepEvent, StepResultEvent
 from aioengine.testing import FakeExecutor, scripted
-from aioengine_tui.model.windows import HISTORY_BUCKET_S
-from aioengine_tui.state import DashboardState
+from aioengine_tui.model.metrics import HISTORY_BUCKET_S
+from aioengine_tui.model.state import DashboardState
 
 PARAMS = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
 

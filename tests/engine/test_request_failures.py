@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from aioengine import InvalidRequestError, SamplingParams
-from aioengine.engine.detokenizer import Detokenizer
-from aioengine.engine.output_collector import OutputCollector
+from aioengine.engine.outputs.detokenizer import Detokenizer
+from aioengine.engine.outputs.output_collector import OutputCollector
 from aioengine.events.step_event import StepEvent, StepResultEvent
 from aioengine.testing import FakeExecutor, FakeTokenizer
 
@@ -168,7 +168,7 @@ async def test_whatever_fails_while_an_output_is_processed_ends_that_request_alo
         good = asyncio.create_task(last_output(rig.engine, [6, 6], "good"))
         bad = asyncio.create_task(last_output(rig.engine, [5, 5], "bad", params))
         await asyncio.sleep(0)
-        output = rig.engine._output
+        output = rig.engine._life.started().output
         (stream,) = (stream for stream in output._streams.values() if stream.user_id == "bad")
         fails.update((id(stream.collector), id(output._live[next(iter(stream.live_ids))].detokenizer)))
         bad_output = await bad

@@ -516,3 +516,16 @@ async def test_many_heartbeats_and_streams_leave_nothing_at_a_long_lived_task(st
 async def test_a_timeout_beyond_all_measure_is_refused(rig: Any, seconds: Any) -> None:
     with pytest.raises(InvalidRequestError, match=r"timeout must be >= 0 and <= 1e\+09 seconds, or None, got"):
         await anext(rig.engine.generate([1], timeout=seconds))
+
+
+async def test_a_loop_that_another_one_has_followed_ends_nothing_when_it_goes(start_rig: Any) -> None:
+    async with start_rig(FakeExecutor(num_blocks=129, block_size=4, in_loop=True)) as rig:
+        stream = rig.engine.generate([1, 2], SamplingParams(max_tokens=100, temperature=0, ignore_eos=True), request_id="a")
+        first = aiter(stream)
+        await anext(first)
+        second = aiter(stream)
+        await anext(second)
+        del first
+        outputs = [output async for output in second]
+        assert outputs[-1].finish_reason == "length"
+        assert len(outputs[-1].token_ids) == 100

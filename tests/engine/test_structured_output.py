@@ -31,8 +31,7 @@ def params(regex: str | None = REGEX, **options: Any) -> SamplingParams:
 
 
 def num_matchers(rig: Any) -> int:
-    assert rig.engine._structured_output is not None
-    return len(rig.engine._structured_output)
+    return len(rig.engine._life.started().structured_output)
 
 
 async def final(rig: Any, prompt: list[int], sampling_params: SamplingParams, **options: Any) -> RequestOutput:
@@ -157,7 +156,7 @@ async def test_no_step_is_submitted_behind_one_that_waits_to_be_sampled(start_ri
     """An engine of two steps in flight never comes to that point, one of three would."""
     executor = Recorder(num_blocks=400, block_size=4, forward_s=0.001)
     async with start_rig(executor) as rig:
-        rig.engine._core._max_concurrent_batches = 3
+        rig.engine._life.started().core._max_concurrent_batches = 3
         outputs = await rig.engine.generate_batch(PROMPTS, PARAMS, progress=False)
         await rig.settle()
     assert [output.token_ids for output in outputs] == [token_ids for token_ids, *_ in await run_all(start_rig)]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from aioengine import AioEngineError, InvalidRequestError, RequestTimeoutError, SamplingParams
-from aioengine.testing import FakeExecutor, FakeTokenizer
+from aioengine.testing import FakeExecutor, FakeTokenizer, in_virtual_time
 
 ENDLESS = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 
@@ -21,14 +20,15 @@ async def read(stream: Any, outputs: list[Any]) -> None:
         outputs.append(await anext(stream))
 
 
+@in_virtual_time
 async def test_a_running_request_times_out(start_rig: Any) -> None:
-    async with start_rig(FakeExecutor(num_blocks=400, block_size=4, forward_s=0.002)) as rig:
-        start = time.perf_counter()
+    async with start_rig(FakeExecutor(num_blocks=400, block_size=4, forward_s=0.002, in_loop=True)) as rig:
+        start = asyncio.get_running_loop().time()
         outputs: list[Any] = []
         with pytest.raises(RequestTimeoutError, match=r"timed out after 0.2 s, with \d+ output tokens") as info:
             await read(rig.engine.generate([1, 2], ENDLESS, timeout=0.2), outputs)
         num_tokens = len(outputs[-1].token_ids)
-        assert time.perf_counter() - start >= 0.2
+        assert asyncio.get_running_loop().time() - start == pytest.approx(0.2)
         assert num_tokens > 0
         assert int(str(info.value).rsplit("with ", 1)[1].split()[0]) >= num_tokens
         assert isinstance(info.value, TimeoutError)
@@ -53,8 +53,9 @@ async def test_a_waiting_request_times_out(start_rig: Any, wait_for: Callable[..
         await rig.settle()
 
 
+@in_virtual_time
 async def test_a_request_that_nobody_reads_times_out(start_rig: Any) -> None:
-    async with start_rig(FakeExecutor(num_blocks=400, block_size=4, forward_s=0.002)) as rig:
+    async with start_rig(FakeExecutor(num_blocks=400, block_size=4, forward_s=0.002, in_loop=True)) as rig:
         stream = rig.engine.generate([1, 2], ENDLESS, timeout=0.04)
         await anext(stream)
         await asyncio.sleep(0.08)
@@ -65,8 +66,9 @@ async def test_a_request_that_nobody_reads_times_out(start_rig: Any) -> None:
             await anext(stream)
 
 
+@in_virtual_time
 async def test_all_continuations_time_out_together(start_rig: Any) -> None:
-    async with start_rig(FakeExecutor(num_blocks=400, block_size=4, forward_s=0.002)) as rig:
+    async with start_rig(FakeExecutor(num_blocks=400, block_size=4, forward_s=0.002, in_loop=True)) as rig:
         params = SamplingParams(n=3, max_tokens=400, ignore_eos=True)
         with pytest.raises(RequestTimeoutError):
             async for _ in rig.engine.generate([1, 2], params, timeout=0.03):
@@ -89,8 +91,9 @@ async def test_tokenising_counts(start_rig: Any) -> None:
         await rig.settle()
 
 
+@in_virtual_time
 async def test_a_request_that_ends_in_time_is_left_alone(start_rig: Any) -> None:
-    async with start_rig(FakeExecutor(num_blocks=129, block_size=4)) as rig:
+    async with start_rig(FakeExecutor(num_blocks=129, block_size=4, in_loop=True)) as rig:
         params = SamplingParams(max_tokens=4, ignore_eos=True)
         outputs = [output async for output in rig.engine.generate([1], params, timeout=30)]
         assert outputs[-1].finish_reason == "length"

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from aioengine import SamplingParams
-from aioengine.engine.token_text import TokenTexts
+from aioengine.engine.outputs.token_text import TokenTexts
 from aioengine.testing import FakeTokenizer, scripted
 from aioengine.testing.executor import FakeExecutor
 from tests.tiny_tokenizer import byte_level_tokenizer

@@ -26,7 +26,7 @@ async def stream_to_the_end(engine: Any, prompt: Any, **options: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioengine.engine.engine_life._STUCK_EXECUTOR_SHUTDOWN_S", 0.1)
+    monkeypatch.setattr("aioengine.engine.life._STUCK_EXECUTOR_SHUTDOWN_S", 0.1)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -80,7 +80,7 @@ async def test_an_idle_engine_has_no_timer(start_rig: Any, wait_for: Callable[..
     async with start_rig(step_timeout_s=0.2) as rig:
         await rig.engine.generate_batch([[1, 2]])
         await rig.settle()
-        core = rig.engine._core
+        core = rig.engine._life.started().core
         await wait_for(lambda: core._watchdog._timer is None)
         await asyncio.sleep(0.3)
         rig.engine.check_health()

@@ -13,7 +13,7 @@ from aioengine.core.scheduler_output import (
     SchedulerOutput,
     SchedulerStats,
 )
-from aioengine.errors import AioEngineError
+from aioengine.errors import AioEngineError, InvalidRequestError
 from aioengine.events.step_event import (
     EngineSnapshot,
     Event,
@@ -35,8 +35,16 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 req_ids = texts
 id_sets = st.frozensets(req_ids, max_size=3)
 
+
+def _params_or_none(**fields: Any) -> SamplingParams | None:
+    try:
+        return SamplingParams(**fields)
+    except InvalidRequestError:  # together they may leave no token
+        return None
+
+
 sampling_params = st.builds(
-    SamplingParams,
+    _params_or_none,
     temperature=st.floats(0, 5),
     top_p=st.floats(0.01, 1),
     top_k=st.integers(-1, 100),

@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 
 from aioengine import AsyncEngine
-from aioengine.engine.publishing import PublishOptions
+from aioengine.engine.publish_options import PublishOptions
 from aioengine.errors import ConfigError
 from aioengine.events.server import EventServer
 from aioengine.testing import FakeExecutor, FakeTokenizer
 
 
-@pytest.mark.parametrize("address", ["a\0b", "a\ud800", 7, "tcp:h:\u00b2", "tcp:h:70000", "tcp:\x1b[2J:x", "x" * 200, "unix:a\0b"])
+@pytest.mark.parametrize(
+    "address", ["a\0b", "a\ud800", 7, "tcp:h:\u00b2", "tcp:h:70000", "tcp:127.0.0.1:65536", "tcp:\x1b[2J:x", "x" * 200, "unix:a\0b"]
+)
 async def test_what_is_no_address_is_a_config_error(address: Any) -> None:
     with pytest.raises(ConfigError):
         await AsyncEngine(executor=FakeExecutor(), tokenizer=FakeTokenizer(), events=address, events_token="t").start()

@@ -37,4 +37,4 @@ def test_the_core_knows_no_event_loop() -> None:
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:
-    assert not loaded_with(["aioengine"]) & (HEAVY | {"asyncio", "orjson"})
+    assert not loaded_with(["aioengine"]) & (HEAVY | {"asyncio", "msgspec", "orjson"})

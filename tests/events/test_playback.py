@@ -12,23 +12,24 @@ import orjson
 import pytest
 
 from aioengine.core.scheduler_output import BlockChanges, CachedRequestData, NewRequestData, SchedulerOutput, SchedulerStats
-from aioengine.events.playback import FileSource
-from aioengine.events.recorder import StepRecorder
-from aioengine.events.recording_index import STRIDE, RecordingIndex
-from aioengine.events.replay import Player, read_recording
+from aioengine.events.recording.cursor import RecordingCursor
+from aioengine.events.recording.index import STRIDE, RecordingIndex
+from aioengine.events.recording.reader import read_recording
+from aioengine.events.recording.writer import StepRecorder
+from aioengine.events.sources.base import StreamItem
+from aioengine.events.sources.file import FileSource
 from aioengine.events.step_event import EngineSnapshot, FinishedInfo, StepEvent, StepResultEvent
-from aioengine.events.stream import StreamItem
 from aioengine.events.wire import WireError, WireHeader
 from aioengine.sampling_params import SamplingParams, StructuredOutputsParams
-from aioengine_tui.model.export import state_to_json
-from aioengine_tui.state import DashboardState
+from aioengine_tui.model.state import DashboardState
+from aioengine_tui.model.state_json import state_to_json
 from tests.tui.runs import make_run
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("recording") / "run.jsonl"
-    asyncio.run(make_run(num_requests=60, record=path))
+    make_run(num_requests=60, record=path)
     return path
 
 
@@ -137,7 +138,7 @@ def test_a_growing_file_with_a_torn_line(path: Path, tmp_path: Path) -> None:
     lines = path.read_bytes().splitlines(keepends=True)
     copy = tmp_path / "growing.jsonl"
     copy.write_bytes(b"".join(lines[:10]) + lines[10][:20])
-    player = Player(copy, make_state=DashboardState)
+    player = RecordingCursor(copy, make_state=DashboardState)
     assert player.index.scan()
     assert player.index.num_events == 9
     while player.next_event() is not None:
@@ -174,7 +175,7 @@ def test_every_place_has_the_state_of_having_come_there_step_by_step(path: Path)
             expected[position] = as_bytes(state)
         if event is not None:
             state.apply(event)
-    player = Player(path, make_state=DashboardState)
+    player = RecordingCursor(path, make_state=DashboardState)
     for place in places:
         player.seek(place)
         assert player.position == place
@@ -183,9 +184,9 @@ def test_every_place_has_the_state_of_having_come_there_step_by_step(path: Path)
 
 
 def test_the_states_that_are_kept_are_a_bounded_number(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioengine.events.replay._FIRST_INTERVAL", 4)
-    monkeypatch.setattr("aioengine.events.replay._MAX_CHECKPOINTS", 10)
-    player = Player(path, make_state=DashboardState)
+    monkeypatch.setattr("aioengine.events.recording.cursor._FIRST_INTERVAL", 4)
+    monkeypatch.setattr("aioengine.events.recording.cursor._MAX_CHECKPOINTS", 10)
+    player = RecordingCursor(path, make_state=DashboardState)
     for _ in player.seek_in_parts(10**9, part=1):
         assert len(player._checkpoints) <= 10
         assert len(player._near) <= 8
@@ -197,7 +198,7 @@ def test_the_states_that_are_kept_are_a_bounded_number(path: Path, tmp_path: Pat
 
 
 def test_stepping_back_folds_few_events(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    player = Player(path, make_state=DashboardState)
+    player = RecordingCursor(path, make_state=DashboardState)
     player.seek(10**9)
     player.seek(player.position - 1)
     folded = 0
@@ -216,8 +217,8 @@ def test_stepping_back_folds_few_events(path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_playing_folds_nothing_and_takes_copies_for_going_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioengine.events.replay._FIRST_INTERVAL", 64)
-    player = Player(path, make_state=DashboardState)
+    monkeypatch.setattr("aioengine.events.recording.cursor._FIRST_INTERVAL", 64)
+    player = RecordingCursor(path, make_state=DashboardState)
     viewer = DashboardState()
     viewer.apply(player.index.header)
     states: list[bytes] = [as_bytes(viewer)]
@@ -238,14 +239,14 @@ def test_playing_folds_nothing_and_takes_copies_for_going_back(path: Path, monke
 
 
 def test_a_far_seek_begins_at_a_snapshot(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioengine.engine.core_events.SNAPSHOT_INTERVAL", 10)
-    monkeypatch.setattr("aioengine.events.replay._MAX_FOLDED", 40)
-    asyncio.run(make_run(num_requests=60, record=tmp_path / "run.jsonl"))
+    monkeypatch.setattr("aioengine.engine.loop.core_events.SNAPSHOT_INTERVAL", 10)
+    monkeypatch.setattr("aioengine.events.recording.cursor._MAX_FOLDED", 40)
+    make_run(num_requests=60, record=tmp_path / "run.jsonl")
     events = read_recording(tmp_path / "run.jsonl").events
     snapshots = [place for place, event in enumerate(events) if isinstance(event, EngineSnapshot) and event.requests]
     assert len(snapshots) > 5
     target = len(events) - 30
-    far, whole = (Player(tmp_path / "run.jsonl", make_state=DashboardState, whole_history=whole) for whole in (False, True))
+    far, whole = (RecordingCursor(tmp_path / "run.jsonl", make_state=DashboardState, whole_history=whole) for whole in (False, True))
     for player in (far, whole):
         player.seek(target)
         assert player.position == target
@@ -277,6 +278,7 @@ async def watching(source: FileSource, state: DashboardState) -> AsyncIterator[N
         await asyncio.wait([task])
 
 
+@pytest.mark.alone
 async def test_it_plays_to_the_end_at_its_speed(path: Path) -> None:
     state = DashboardState()
     source = FileSource(path, make_state=DashboardState)
@@ -337,16 +339,24 @@ async def test_pause_step_seek_and_jump(path: Path) -> None:
         assert source.now() == now
 
 
+@pytest.mark.parametrize(("asked", "given"), [(0.0, 0.01), (-3.0, 0.01), (1e9, 1000.0), (2.5, 2.5)])
+async def test_the_speed_keeps_to_its_limits(path: Path, asked: float, given: float) -> None:
+    source = FileSource(path, make_state=DashboardState, playing=False)
+    async with source:
+        source.set_speed(asked)
+        assert source.speed == given
+
+
 async def test_a_viewer_is_asked_for_copies_while_it_plays(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioengine.events.replay._FIRST_INTERVAL", 32)
+    monkeypatch.setattr("aioengine.events.recording.cursor._FIRST_INTERVAL", 32)
     state = DashboardState()
     source = FileSource(path, make_state=DashboardState)
     async with watching(source, state):
         source.set_speed(100.0)
         await until(lambda: not source.playing and state.num_events == source.length)
-        player = source._player
-        assert player is not None
-        kept = dict(player._checkpoints)
+        cursor = source._cursor
+        assert cursor is not None
+        kept = dict(cursor._checkpoints)
         assert [kept[place].num_events for place in kept] == list(kept) != []
         await source.step(-1)
         await until(lambda: state.num_events == source.position)

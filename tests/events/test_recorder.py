@@ -21,11 +21,11 @@ from aioengine import AsyncEngine
 from aioengine.core.scheduler_output import SchedulerStats
 from aioengine.errors import ConfigError
 from aioengine.events.bus import StepBus
-from aioengine.events.recorder import StepRecorder
-from aioengine.events.recording_file import RecordingFile
-from aioengine.events.replay import read_recording
+from aioengine.events.recording.locked_file import RecordingFile
+from aioengine.events.recording.reader import read_recording
+from aioengine.events.recording.writer import StepRecorder
 from aioengine.events.step_event import EngineSnapshot
-from aioengine.events.wire import WireError, WireHeader
+from aioengine.events.wire import WireError, WireHeader, encode
 from aioengine.testing import FakeExecutor, FakeTokenizer
 
 STATS = SchedulerStats(0, 0, 0, 10, 10, 0, 0, 0, 0)
@@ -87,6 +87,19 @@ def test_a_buffer_that_is_full_drops_and_counts(path: Path, header: WireHeader, 
         recorder.close()
     assert (recorder.num_events, recorder.num_dropped) == (0, 1)
     assert "1 events are missing" in caplog.text
+
+
+def test_what_was_written_makes_room_in_the_buffer(path: Path, header: WireHeader) -> None:
+    """A long run fills the buffer many times over."""
+    room = len(encode(event(1))) * 3 // 2
+    with StepRecorder(path, header, max_buffered_bytes=room) as recorder:
+        for number in range(1, 5):
+            recorder(event(number))
+            deadline = time.monotonic() + 5
+            while len(read_recording(path).events) < number:
+                assert time.monotonic() < deadline, f"event {number} was not written within 5 s"
+                time.sleep(0.01)
+    assert (recorder.num_events, recorder.num_dropped) == (4, 0)
 
 
 def test_a_torn_last_line_is_ignored(path: Path, header: WireHeader) -> None:
@@ -185,7 +198,7 @@ async def test_a_second_engine_is_refused_the_recording_of_the_first_by_whatever
 def test_another_process_is_refused_too_and_a_child_does_not_keep_the_lock(path: Path, header: WireHeader) -> None:
     script = f"""
 from aioengine.errors import ConfigError
-from aioengine.events.recording_file import RecordingFile
+from aioengine.events.recording.locked_file import RecordingFile
 try:
     RecordingFile({str(path)!r}).close()
 except ConfigError as exc:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import socket
 import stat
@@ -21,14 +22,17 @@ from aioengine import AsyncEngine, SamplingParams
 from aioengine.errors import AioEngineError, ConfigError
 from aioengine.events import server as server_module
 from aioengine.events.bus import StepBus
-from aioengine.events.protocol import Command, ConnectionFailed, ControlError, Hello, decode_server_line, encode_line
 from aioengine.events.server import EventServer
-from aioengine.events.source import SocketSource, StepSource, live_source, open_source
-from aioengine.events.step_event import EngineSnapshot, StepEvent, StepResultEvent
-from aioengine.events.stream import Gap, SourceStatus
-from aioengine.events.wire import WireHeader
+from aioengine.events.socket_protocol import Command, Hello, Reply, decode_client_line, decode_server_line, encode_line
+from aioengine.events.sources.base import ConnectionFailed, ControlError, Gap, SourceStatus, StepSource
+from aioengine.events.sources.live import live_source
+from aioengine.events.sources.open import open_source
+from aioengine.events.sources.socket import SocketSource
+from aioengine.events.step_event import EngineSnapshot, Event, StepEvent, StepResultEvent
+from aioengine.events.wire import WireError, WireHeader
 from aioengine.testing import FakeExecutor, FakeTokenizer
-from aioengine_tui.state import DashboardState
+from aioengine_tui.model.state import DashboardState
+from aioengine_tui.model.state_json import state_to_json
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -103,7 +107,7 @@ async def test_a_viewer_gets_the_header_a_snapshot_and_then_every_event(path: Pa
             assert remote.status.state == local.status.state == "live"
             assert remote.totals == local.totals
             newest = slice(4)  # what ended before differs by what was still to be cleaned up when each attached
-            assert remote.to_json()["finished"][newest] == local.to_json()["finished"][newest]
+            assert state_to_json(remote)["finished"][newest] == state_to_json(local)["finished"][newest]
 
 
 async def test_two_viewers_attach_detach_and_attach_again(path: Path) -> None:
@@ -261,7 +265,7 @@ async def test_a_viewer_that_is_killed_or_stopped_does_not_hold_the_engine(path:
         viewer = await asyncio.to_thread(start_viewer, path)
         try:
             await until(lambda: engine.bus.has_observers)
-            server = engine._publisher._server
+            server = engine._life.publisher._server
             assert server is not None
             running = asyncio.create_task(generate(engine, max_tokens=600))
             await asyncio.sleep(0.1)
@@ -286,13 +290,15 @@ async def test_a_slow_reader_gets_a_gap_and_a_snapshot_and_is_right_again(path: 
         connection.connect(str(path))
         connection.setblocking(False)
         await until(lambda: engine.bus.has_observers)
+        published: list[Event] = []
+        engine.bus.add_observer(published.append)
         await generate(engine, max_tokens=800)  # far more than the buffers of both sides hold
         state = DashboardState()
         reader, writer = await asyncio.open_unix_connection(sock=connection, limit=1 << 20)
         await generate(engine, max_tokens=3)
         gaps: list[Gap] = []
-        last_step_id = engine.snapshot().step_id
-        while state.last_step_id < last_step_id or state.requests:
+        num_received = -1  # the snapshot that everybody begins with is no event
+        while num_received + state.num_dropped < len(published):
             item = decode_server_line(await asyncio.wait_for(reader.readuntil(b"\n"), 10))
             if isinstance(item, Gap):
                 gaps.append(item)
@@ -300,10 +306,15 @@ async def test_a_slow_reader_gets_a_gap_and_a_snapshot_and_is_right_again(path: 
                 assert isinstance(following, EngineSnapshot)
                 state.apply(item)
                 assert state.is_stale
-                item = following
-            if isinstance(item, (StepEvent, StepResultEvent, EngineSnapshot, WireHeader)):
+                state.apply(following)
+            elif isinstance(item, (StepEvent, StepResultEvent, EngineSnapshot)):
+                num_received += 1
+                state.apply(item)
+            elif isinstance(item, WireHeader):
                 state.apply(item)
         assert gaps
+        assert num_received + state.num_dropped == len(published), "what is lost is counted to the last event"
+        assert state.last_step_id == engine.snapshot().step_id
         assert state.num_dropped == sum(gap.num_dropped for gap in gaps) > 0
         assert not state.out_of_sync
         assert state.requests == {}
@@ -355,7 +366,7 @@ async def test_a_flood_of_commands_is_slowed_down(path: Path) -> None:
 
 async def test_there_is_a_limit_to_the_number_of_viewers(path: Path) -> None:
     async with make_engine(path) as engine:
-        server = engine._publisher._server
+        server = engine._life.publisher._server
         assert server is not None
         connections = [await asyncio.open_unix_connection(path) for _ in range(server_module.MAX_VIEWERS)]
         await until(lambda: server.num_viewers == server_module.MAX_VIEWERS)
@@ -415,7 +426,7 @@ async def test_no_command_is_taken_unless_allowed(path: Path) -> None:
         reader, writer = await asyncio.open_unix_connection(path)
         writer.write(encode_line(Command(5, "pause")))
         while b'"reply"' not in (line := await asyncio.wait_for(reader.readline(), 5)):
-            pass
+            assert line, "the connection was ended without an answer"
         assert b"takes no commands" in line
         assert not engine.is_paused
         writer.transport.abort()
@@ -429,3 +440,37 @@ async def test_a_prompt_that_is_no_text_is_refused_by_the_viewers_side(path: Pat
         assert source.engine is not None
         with pytest.raises(ControlError, match="not valid Unicode"):
             await source.engine.submit("a\ud800")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"type":"command","id":true,"action":"pause"}', "id: Expected `int`, got `bool`"),
+        (b'{"type":"command","id":1,"action":"dance"}', "action: Invalid enum value 'dance'"),
+        (b'{"type":"command","id":1,"action":"abort","arguments":["a"]}', "arguments: Expected `object`"),
+        (b'{"type":"command","id":1,"action":"abort","loud":1}', "unknown field `loud`"),
+        (b'{"type":"command","id":1}', "missing required field `action`"),
+        (b'{"type":"hello","token":7}', "token: Expected `str | null`"),
+        (b'{"type":"welcome","control":true}', "Invalid value 'welcome'"),
+        (b"[]", "Expected `object`"),
+        (b"hello", "not a message"),
+        (b"[" * 100_000, "not a message"),
+    ],
+)
+def test_a_viewers_line_that_is_wrong_is_named(line: bytes, message: str) -> None:
+    with pytest.raises(WireError, match=re.escape(message)):
+        decode_client_line(line)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"type":"gap","num_dropped":"many"}', "num_dropped: Expected `int`, got `str`"),
+        (b'{"type":"welcome","control":"yes"}', "control: Expected `bool`"),
+        (b'{"type":"reply","id":1,"result":5,"error":5}', "error: Expected `str | null`"),
+    ],
+)
+def test_an_engines_line_that_is_wrong_is_named(line: bytes, message: str) -> None:
+    with pytest.raises(WireError, match=re.escape(message)):
+        decode_server_line(line)
+    assert decode_server_line(encode_line(Reply(1, {"a": [1, None]}))) == Reply(1, {"a": [1, None]})

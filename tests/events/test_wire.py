@@ -23,14 +23,23 @@ from aioengine.core.scheduler_output import (
     SchedulerStats,
 )
 from aioengine.events.json_form import json_form
-from aioengine.events.replay import read_recording
-from aioengine.events.step_event import SCHEMA_VERSION, EngineSnapshot, Event, RequestInfo, StepEvent, StepResultEvent
+from aioengine.events.recording.reader import read_recording
+from aioengine.events.step_event import (
+    SCHEMA_VERSION,
+    EngineSnapshot,
+    Event,
+    FinishedInfo,
+    RequestInfo,
+    RequestSnapshot,
+    StepEvent,
+    StepResultEvent,
+)
 from aioengine.events.wire import HIDDEN_TOKEN_ID, WireError, WireHeader, decode, decode_header, encode, encode_header
 from aioengine.printable import printable, printable_json
-from aioengine.sampling_params import RequestOutputKind, SamplingParams
-from aioengine_tui.model.export import state_to_json
+from aioengine.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
+from aioengine_tui.model.state import DashboardState
+from aioengine_tui.model.state_json import state_to_json
 from aioengine_tui.plain import render_plain
-from aioengine_tui.state import DashboardState
 from tests.events.strategies import accepted_events, events
 
 DATA = Path(__file__).parent / "data"
@@ -61,6 +70,52 @@ STEP = StepEvent(
     schedule_start=1.0,
     schedule_end=1.25,
     added=[RequestInfo("new", 3, 16, 0.5, prompt="a secret")],
+)
+
+
+RESULT = StepResultEvent(
+    step_id=3,
+    time=1.75,
+    num_new_tokens={"new": 1},
+    stats=SchedulerStats(1, 2, 0, 100, 90, 5, 0, 30, 16),
+    block_changes=BlockChanges([4], [5], [6], [7], ["ab"]),
+    queue_depth=1,
+    execute_start=1.5,
+    execute_end=1.6,
+    sample_start=1.6,
+    sample_end=1.7,
+    update_start=1.7,
+    update_end=1.75,
+    finished=[FinishedInfo("old", "stop", 5, "END")],
+    added=[RequestInfo("next", 3, 16, 0.5, prompt="a secret")],
+    new_text={"new": "Hi"},
+)
+SNAPSHOT = EngineSnapshot(
+    step_id=3,
+    time=2.5,
+    stats=SchedulerStats(1, 2, 0, 100, 90, 5, 0, 30, 16),
+    requests=[
+        RequestSnapshot(
+            *("new", "RUNNING", 3, 1, 3, 0, 16, 0.5, 0, 0, [4]),
+            SamplingParams(
+                temperature=0.5,
+                seed=1,
+                stop=("END",),
+                stop_token_ids=(7,),
+                logit_bias={5: 1.5},
+                bad_words_token_ids=((1, 2),),
+                output_kind=RequestOutputKind.DELTA,
+                structured_outputs=StructuredOutputsParams(choice=("a", "b")),
+                repetition_detection=RepetitionDetectionParams(4, 1, 3),
+            ),
+            prompt="a secret",
+            text="Hi",
+        )
+    ],
+    cached_block_ids=[4],
+    cached_block_hashes=["ab"],
+    lingering={"gone": 2},
+    num_in_flight=1,
 )
 
 
@@ -231,6 +286,110 @@ def test_a_line_that_lacks_a_field_with_a_default_reads(cls: type[Any], data: st
     decode(orjson.dumps(line))
 
 
+@pytest.mark.parametrize("event", [STEP, RESULT, SNAPSHOT], ids=lambda event: type(event).__name__)
+def test_a_wrong_type_in_any_field_is_refused_by_its_name(event: Event) -> None:
+    line = orjson.loads(encode(event, include_prompts=True))
+    fields = list(_checked_fields(line))
+    assert len(fields) > 25
+    for holder, name in fields:
+        was = holder[name]
+        wrong: Any
+        for wrong in ("x", 1, [{}], {"x": []}, True):
+            if type(wrong) is type(was) is not list or (type(wrong) is int and type(was) is float):
+                continue
+            holder[name] = wrong
+            with pytest.raises(WireError, match=rf"not a \w+ event of schema version {SCHEMA_VERSION}: .*{name}"):
+                decode(orjson.dumps(line))
+        holder[name] = was
+    assert decode(orjson.dumps(line)) == event
+
+
+def _checked_fields(line: Any) -> Iterator[tuple[dict[str, Any], str]]:
+    """Every field of a line with the object that holds it, but for the type, what is None, and what may be several things."""
+    if isinstance(line, dict):
+        for name, value in line.items():
+            if name in _FIELD_NAMES and value is not None:
+                yield line, name
+            yield from _checked_fields(value)
+    elif isinstance(line, list):
+        for value in line:
+            yield from _checked_fields(value)
+
+
+_FIELD_NAMES = {
+    f.name
+    for cls in (
+        *(StepEvent, StepResultEvent, EngineSnapshot, RequestInfo, FinishedInfo, SchedulerOutput, SchedulerStats, BlockChanges),
+        *(NewRequestData, CachedRequestData, RequestSnapshot, SamplingParams, StructuredOutputsParams, RepetitionDetectionParams),
+    )
+    for f in dataclasses.fields(cls)
+} - {"stop_reason", "stop", "json"}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (b'"token_budget":512', b'"token_budget":"x"', "token_budget: Expected `int`, got `str`"),
+        (b'"token_budget":512', b'"token_budget":512,"purse":1', "unknown field `purse`"),
+        (b'"num_free_blocks":90', b'"num_free_blocks":90.5', "stats.num_free_blocks: Expected `int`"),
+        (b'"new_block_ids":[[[5,6]]]', b'"new_block_ids":[[["five"]]]', r"new_block_ids\[0\]\[0\]\[0\]: Expected `int`"),
+        (b'"admission_stop":"budget"', b'"admission_stop":"tired"', "admission_stop: Invalid enum value 'tired'"),
+        (b'"seed":1', b'"seed":"one"', r"scheduled_new_reqs\[0\].sampling_params.seed: Expected"),
+        (b'"seed":1', b'"seed":1,"top_p":2.5', "top_p must be"),
+        (b'"seed":1', b'"seed":1,"output_kind":"LOUD"', "output_kind: Invalid enum value 'LOUD'"),
+        (b'"num_prompt_tokens":3}],"scheduled', b'"num_prompt_tokens":-1}],"scheduled', "-1 tokens are not"),
+        (b',"num_prompt_tokens":3}],"scheduled', b'}],"scheduled', "neither prompt_token_ids nor num_prompt_tokens"),
+    ],
+)
+def test_a_field_that_is_wrong_is_named_with_its_place(old: bytes, new: bytes, message: str, tmp_path: Path) -> None:
+    line = encode(STEP)
+    assert line.count(old) == 1
+    path = tmp_path / "steps.jsonl"
+    path.write_bytes(encode_header(WireHeader.create("tiny")) + line + line.replace(old, new))
+    with pytest.raises(WireError, match=rf"steps.jsonl, line 3: not a step event of schema version {SCHEMA_VERSION}: .*{message}"):
+        read_recording(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("model", 7), ("config", []), ("unix_time", "now"), ("perf_counter", None), ("include_prompts", 1), ("new", 1)]
+)
+def test_a_header_field_that_is_wrong_is_named(field: str, value: object) -> None:
+    fields = orjson.loads(encode_header(WireHeader.create("tiny"))) | {field: value}
+    with pytest.raises(WireError, match=rf"not a header of schema version {SCHEMA_VERSION}: .*{field}"):
+        decode_header(orjson.dumps(fields))
+
+
+@settings(max_examples=50, deadline=None)
+@given(events, st.booleans())
+def test_equal_events_are_equal_bytes_whatever_was_left_to_the_library(event: Event, include_prompts: bool) -> None:
+    """A step with nothing to hide is written as it stands; its fields come in the same order all the same."""
+    line = orjson.loads(encode(event, include_prompts=include_prompts))
+    assert [name for name in line if name != "type"] == [f.name for f in dataclasses.fields(event)]
+    assert next(iter(line)) == "type"
+    if isinstance(event, StepEvent):
+        assert line["output"]["finished_req_ids"] == sorted(event.output.finished_req_ids)
+        assert line["output"]["scheduled_cached_reqs"]["resumed_req_ids"] == sorted(event.output.scheduled_cached_reqs.resumed_req_ids)
+        assert list(line["output"]["num_scheduled_tokens"]) == list(event.output.num_scheduled_tokens)
+
+
+def test_integers_beyond_64_bits_are_written_as_the_nearest_that_every_reader_takes() -> None:
+    for odd in (
+        dataclasses.replace(STEP, added=[RequestInfo("new", 3, 16, 0.5, priority=-(2**70))]),
+        _with_params(SamplingParams(stop_token_ids=[2**64])),
+        _with_params(SamplingParams(allowed_token_ids=[5, 2**70])),
+        _with_params(SamplingParams(bad_words_token_ids=((1,), (2, 2**64)))),
+        _with_params(SamplingParams(logit_bias={2**65: 1.0})),
+    ):
+        assert decode(encode(odd)).approximate
+    exact = _with_params(SamplingParams(stop_token_ids=[2**64 - 1], seed=2**64 - 1))
+    assert decode(encode(exact, include_prompts=True)) == exact
+
+
+def _with_params(params: SamplingParams) -> StepEvent:
+    new = dataclasses.replace(STEP.output.scheduled_new_reqs[0], sampling_params=params)
+    return dataclasses.replace(STEP, output=dataclasses.replace(STEP.output, scheduled_new_reqs=[new]), added=[])
+
+
 def _has_default(f: dataclasses.Field[Any]) -> bool:
     return f.default is not dataclasses.MISSING or f.default_factory is not dataclasses.MISSING
 
@@ -309,7 +468,7 @@ def test_a_bad_header_is_named(line: bytes, message: str) -> None:
         (b'{"type": ["step"]}', "unknown event type"),
         (b'{"type": "snapshot", "step_id": 1}', "not a snapshot event"),
         (encode(STEP).replace(b'"token_budget"', b'"purse"'), "not a step event.*purse"),
-        (encode(STEP).replace(b'"step_id":3,"time"', b'"step_id":"../../x","time"'), "no number"),
+        (encode(STEP).replace(b'"step_id":3,"time"', b'"step_id":"../../x","time"'), "step_id: Expected `int`, got `str`"),
         (encode(STEP).replace(b'"num_prompt_tokens":3}', b'"num_prompt_tokens":1000000000000}'), "1000000000000 tokens are not"),
         (encode(STEP).replace(b'"sampling_params":{', b'"sampling_params":{"temperature":-1.0,'), "temperature must be"),
     ],

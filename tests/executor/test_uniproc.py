@@ -220,6 +220,7 @@ def test_shutdown_lets_go_of_the_worker(setup: Setup) -> None:
     assert reference() is None
 
 
+@pytest.mark.alone
 def test_an_idle_executor_uses_no_cpu(setup: Setup) -> None:
     setup.started()
     before = time.process_time()

@@ -5,6 +5,5 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 
-# Triton's interpreter is chosen when triton is first imported, so its tests run in a process of their own, which
-# test_interpreter.py starts; in that process only they run.
-collect_ignore = [path.name for path in HERE.glob("test_*.py")] if os.environ.get("TRITON_INTERPRET") == "1" else ["interpreted"]
+# In a process that is in Triton's interpreter only the tests for it run (see interpreted/conftest.py).
+collect_ignore = [path.name for path in HERE.glob("test_*.py")] if os.environ.get("TRITON_INTERPRET") == "1" else []

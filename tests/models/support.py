@@ -9,20 +9,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+import transformers
 
 from aioengine.attention.base import AttentionBackend, AttentionBatch, AttentionConfig
 from aioengine.checkpoint.files import ModelFiles
@@ -82,8 +69,8 @@ class DenseBackend(AttentionBackend):
 class Case:
     """A family's tiny config; sizes are odd on purpose where the family allows it."""
 
-    config: PreTrainedConfig
-    model_class: type[PreTrainedModel]
+    config: transformers.PreTrainedConfig
+    model_class: type[transformers.PreTrainedModel]
 
 
 _SHAPE: dict[str, Any] = {
@@ -111,7 +98,7 @@ _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_ma
 
 def cases() -> dict[str, Case]:
     def llama(**more: Any) -> Case:
-        return Case(LlamaConfig(**{**_SHAPE, **more}), LlamaForCausalLM)
+        return Case(transformers.LlamaConfig(**{**_SHAPE, **more}), transformers.LlamaForCausalLM)
 
     return {
         "llama": llama(),
@@ -122,20 +109,23 @@ def cases() -> dict[str, Case]:
         "llama-linear": llama(rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5}),
         "llama-yarn": llama(rope_parameters=_YARN),
         "llama-dynamic": llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}),
-        "mistral": Case(MistralConfig(**_SHAPE, sliding_window=None), MistralForCausalLM),
-        "mistral-window": Case(MistralConfig(**_SHAPE, sliding_window=7), MistralForCausalLM),
-        "qwen2": Case(Qwen2Config(**_SHAPE), Qwen2ForCausalLM),
-        "qwen2-tied": Case(Qwen2Config(**_SHAPE, tie_word_embeddings=True), Qwen2ForCausalLM),
-        "qwen2-window": Case(Qwen2Config(**_SHAPE, use_sliding_window=True, sliding_window=9, max_window_layers=0), Qwen2ForCausalLM),
-        "qwen3": Case(Qwen3Config(**_SHAPE, head_dim=32), Qwen3ForCausalLM),
-        "qwen3-tied": Case(Qwen3Config(**_SHAPE, head_dim=16, tie_word_embeddings=True), Qwen3ForCausalLM),
+        "mistral": Case(transformers.MistralConfig(**_SHAPE, sliding_window=None), transformers.MistralForCausalLM),
+        "mistral-window": Case(transformers.MistralConfig(**_SHAPE, sliding_window=7), transformers.MistralForCausalLM),
+        "qwen2": Case(transformers.Qwen2Config(**_SHAPE), transformers.Qwen2ForCausalLM),
+        "qwen2-tied": Case(transformers.Qwen2Config(**_SHAPE, tie_word_embeddings=True), transformers.Qwen2ForCausalLM),
+        "qwen2-window": Case(
+            transformers.Qwen2Config(**_SHAPE, use_sliding_window=True, sliding_window=9, max_window_layers=0),
+            transformers.Qwen2ForCausalLM,
+        ),
+        "qwen3": Case(transformers.Qwen3Config(**_SHAPE, head_dim=32), transformers.Qwen3ForCausalLM),
+        "qwen3-tied": Case(transformers.Qwen3Config(**_SHAPE, head_dim=16, tie_word_embeddings=True), transformers.Qwen3ForCausalLM),
     }
 
 
-def random_model(case: Case) -> PreTrainedModel:
+def random_model(case: Case) -> transformers.PreTrainedModel:
     """Weights wide enough that a wrong rotation, mask or norm moves the logits by far more than rounding."""
     torch.manual_seed(11)
-    model: PreTrainedModel = case.model_class(case.config)
+    model: transformers.PreTrainedModel = case.model_class(case.config)
     model.eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -143,21 +133,21 @@ def random_model(case: Case) -> PreTrainedModel:
     return model
 
 
-def load_reference(folder: Path, **options: Any) -> PreTrainedModel:
+def load_reference(folder: Path, **options: Any) -> transformers.PreTrainedModel:
     """A checkpoint as transformers reads it, in float32."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+    model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
     return model
 
 
-def reference_from_gguf(files: ModelFiles) -> PreTrainedModel:
+def reference_from_gguf(files: ModelFiles) -> transformers.PreTrainedModel:
     """A Llama GGUF file as a transformers model in float32, read with the gguf package's own reader and names.
 
     (transformers reads GGUF weights only where accelerate is installed.)
     """
-    config = AutoConfig.from_pretrained(files.folder)
+    config = transformers.AutoConfig.from_pretrained(files.folder)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     stored = {tensor.name: tensor for path in files.weights for tensor in gguf.GGUFReader(path).tensors}
-    reference = LlamaForCausalLM(config)
+    reference = transformers.LlamaForCausalLM(config)
     state: dict[str, torch.Tensor] = {}
     for name in reference.state_dict():
         key = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -227,7 +217,7 @@ def one_request(start: int, size: int) -> AttentionBatch:
     )
 
 
-def reference_logits(model: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
+def reference_logits(model: transformers.PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode():
         logits: torch.Tensor = model(input_ids=token_ids[None]).logits[0]
     return logits
@@ -237,7 +227,7 @@ def some_tokens(count: int = 41) -> torch.Tensor:
     return torch.randint(0, VOCAB, (count,), generator=torch.Generator().manual_seed(5))
 
 
-def save(model: PreTrainedModel, folder: Path, **options: Any) -> ModelFiles:
+def save(model: transformers.PreTrainedModel, folder: Path, **options: Any) -> ModelFiles:
     """Write a transformers model into a folder."""
     model.save_pretrained(folder, **options)
     return ModelFiles(name=str(folder), folder=folder, weights=find_safetensors(folder), format="safetensors")

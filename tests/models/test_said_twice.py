@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from aioengine import AsyncEngine, SamplingParams
 from aioengine.checkpoint.files import ModelFiles
@@ -262,7 +261,7 @@ def test_the_dtype_is_that_of_transformers(changes: dict[str, Any], stored: torc
     save(model.to(stored), tmp_path)
     edit_json(tmp_path / "config.json", changes)
     assert read_model_info(resolved(tmp_path)).dtype == expected
-    assert str(AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").dtype) == f"torch.{expected}"
+    assert str(transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").dtype) == f"torch.{expected}"
 
 
 # ---------------------------------------------------------------------------------------------------- any combination
@@ -328,8 +327,9 @@ def test_any_config_reads_as_in_transformers(drawn: dict[str, Any], tmp_path_fac
     folder = tmp_path_factory.mktemp("any-config")
     (folder / "config.json").write_text(json.dumps(raw))
     try:
-        theirs = AutoConfig.from_pretrained(folder)
-        windows, expected = windows_of_transformers(theirs), LlamaRotaryEmbedding(theirs)
+        theirs = transformers.AutoConfig.from_pretrained(folder)
+        rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(theirs)
+        windows, expected = windows_of_transformers(theirs), rotary
     except Exception:  # they document none; what they refuse is nobody's truth
         return
     has_window = getattr(theirs, "sliding_window", None) is not None

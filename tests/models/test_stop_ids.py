@@ -10,7 +10,7 @@ import pytest
 
 from aioengine import AsyncEngine, InvalidRequestError
 from aioengine.config import EngineConfig, ModelInfo
-from aioengine.engine.startup import find_parts
+from aioengine.engine.startup import find_setup
 from tests.models.support import VOCAB, cases, random_model, save
 from tests.tiny_tokenizer import byte_level_tokenizer
 
@@ -38,10 +38,10 @@ def folder_with(
 
 async def info_of(folder: Path) -> ModelInfo:
     """As the engine finds it when it starts."""
-    parts = await find_parts(EngineConfig(model=str(folder)), tokenizer=None)
-    parts.executor.shutdown()
-    assert parts.config.model == parts.model_info
-    return parts.model_info
+    setup = await find_setup(EngineConfig(model=str(folder)), tokenizer=None)
+    setup.executor.shutdown()
+    assert setup.config.model == setup.model_info
+    return setup.model_info
 
 
 NOTHING: dict[str, Any] = {"config": None, "generation": None, "tokenizer": None, "special": []}

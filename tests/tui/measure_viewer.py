@@ -27,9 +27,9 @@ from typing import Any
 from aioengine.config import CacheConfig, SchedulerConfig
 from aioengine.core.scheduler import Scheduler
 from aioengine.core.scheduler_output import SchedulerOutput
-from aioengine.engine.engine_snapshot import build_snapshot
+from aioengine.engine.loop.engine_snapshot import build_snapshot
 from aioengine.events.bus import StepBus
-from aioengine.events.recorder import StepRecorder
+from aioengine.events.recording.writer import StepRecorder
 from aioengine.events.server import EventServer
 from aioengine.events.step_event import FinishedInfo, RequestInfo, StepEvent, StepResultEvent
 from aioengine.events.wire import WireHeader

@@ -10,7 +10,7 @@ from pathlib import Path
 from aioengine import AsyncEngine, SamplingParams
 from aioengine.events.step_event import EngineSnapshot, Event
 from aioengine.events.wire import WireHeader
-from aioengine.testing import FakeExecutor, FakeTokenizer
+from aioengine.testing import FakeExecutor, FakeTokenizer, in_virtual_time
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ async def settle(engine: AsyncEngine) -> None:
     raise AssertionError("the engine did not become idle")
 
 
-def make_engine(*, forward_s: float = 0.0005, record: Path | None = None, **options: object) -> AsyncEngine:
+def make_engine(*, forward_s: float = 0.0005, record: Path | None = None, in_loop: bool = False, **options: object) -> AsyncEngine:
     small: dict[str, object] = {
         "max_num_seqs": 6,
         "max_num_batched_tokens": 24,
@@ -59,17 +59,19 @@ def make_engine(*, forward_s: float = 0.0005, record: Path | None = None, **opti
         "publish_text": True,
     }
     return AsyncEngine(
-        executor=FakeExecutor(num_blocks=36, block_size=4, forward_s=forward_s),
+        executor=FakeExecutor(num_blocks=36, block_size=4, forward_s=forward_s, in_loop=in_loop),
         tokenizer=FakeTokenizer(),
         record=record,
         **{**small, **options},  # type: ignore[arg-type]
     )
 
 
+@in_virtual_time
 async def make_run(*, num_requests: int = 30, record: Path | None = None) -> Run:
+    """The same in every process: nothing depends on how fast anything is."""
     events: list[Event] = []
     snapshots: list[EngineSnapshot] = []
-    engine = make_engine(record=record)
+    engine = make_engine(record=record, in_loop=True)
 
     def observe(event: Event) -> None:
         events.append(event)

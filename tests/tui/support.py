@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from aioengine.core.scheduler_output import SchedulerOutput
+from aioengine.events.sources.base import ItemStream, SourceStatus, StreamItem
 from aioengine.events.step_event import FinishedInfo, RequestInfo, StepEvent, StepResultEvent
-from aioengine.events.stream import ItemStream, SourceStatus, StreamItem
 from aioengine.events.wire import WireHeader
 from aioengine.request import RequestStatus
 from aioengine.testing import FakeExecutor, make_request, make_scheduler
-from aioengine_tui.state import DashboardState
+from aioengine_tui.model.state import DashboardState
 
 BLOCK_SIZE = 4
 BUDGET = 32
@@ -123,10 +123,10 @@ class ListSource(ItemStream):
 
     address = "test"
 
-    def __init__(self, items: Sequence[StreamItem] = (), *, player: Any = None, engine: Any = None) -> None:
+    def __init__(self, items: Sequence[StreamItem] = (), *, playback: Any = None, engine: Any = None) -> None:
         self._queue: asyncio.Queue[StreamItem] = asyncio.Queue()
         self.push(*items)
-        self.player = player
+        self.playback = playback
         self.engine = engine
         self.clock = 0.0
         self.is_open = False

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from textual.pilot import Pilot
 
-from aioengine.events.stream import Gap, SourceStatus
+from aioengine.events.sources.base import Gap, SourceStatus
+from aioengine.testing import in_virtual_time
 from aioengine_tui.app import DashboardApp
 from aioengine_tui.screens.batch import BatchView
 from aioengine_tui.widgets.line_view import LineView
@@ -59,6 +60,7 @@ def text_of(app: DashboardApp, selector: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------- screens
+@in_virtual_time
 async def test_the_step_screen_at_80x24() -> None:
     async with running(ListSource(busy_items())) as (app, pilot):
         await press(app, pilot, "2", "up", "up", "up")
@@ -78,6 +80,7 @@ async def test_the_step_screen_at_80x24() -> None:
         assert app.view.text.splitlines()[12].endswith("following")
 
 
+@in_virtual_time
 async def test_the_batch_screen_at_80x24() -> None:
     async with running(ListSource(busy_items())) as (app, pilot):
         await press(app, pilot, "3")
@@ -96,6 +99,7 @@ async def test_the_batch_screen_at_80x24() -> None:
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
+@in_virtual_time
 async def test_every_screen_fits_every_size_and_can_be_saved_as_a_picture(size: tuple[int, int], tmp_path: Path) -> None:
     async with running(ListSource(busy_items()), size=size, folder=tmp_path) as (app, pilot):
         for key, name in SCREENS.items():
@@ -115,6 +119,7 @@ async def test_every_screen_fits_every_size_and_can_be_saved_as_a_picture(size: 
     assert all("</svg>" in picture for picture in pictures)
 
 
+@in_virtual_time
 async def test_a_terminal_that_is_too_small_is_told_so_and_recovers() -> None:
     async with running(ListSource(busy_items()), size=(30, 8)) as (app, pilot):
         assert "30x8 is too small" in text_of(app, "#too-small")
@@ -126,6 +131,7 @@ async def test_a_terminal_that_is_too_small_is_told_so_and_recovers() -> None:
         assert "running 4" in app.view.text
 
 
+@in_virtual_time
 async def test_nothing_has_arrived_yet() -> None:
     async with running(ListSource()) as (app, pilot):
         for key in SCREENS:
@@ -133,6 +139,7 @@ async def test_nothing_has_arrived_yet() -> None:
         assert "~ connecting" in text_of(app, "#title")
 
 
+@in_virtual_time
 async def test_tab_goes_round_and_escape_comes_back() -> None:
     async with running(ListSource(busy_items())) as (app, pilot):
         await press(app, pilot, "shift+tab")
@@ -147,6 +154,7 @@ async def test_tab_goes_round_and_escape_comes_back() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- pause, filter, sort
+@in_virtual_time
 async def test_a_paused_view_stands_still_while_events_are_taken_in() -> None:
     engine = MadeUpEngine()
     engine.add("one", num_prompt_tokens=8, max_tokens=40)
@@ -167,6 +175,7 @@ async def test_a_paused_view_stands_still_while_events_are_taken_in() -> None:
         assert app.query_one("#warnings").has_class("off")
 
 
+@in_virtual_time
 async def test_filter_sort_reverse_and_follow() -> None:
     async with running(ListSource(busy_items())) as (app, pilot):
         await press(app, pilot, "3", "slash", *"eta")
@@ -190,6 +199,7 @@ async def test_filter_sort_reverse_and_follow() -> None:
         assert "gamma" not in view.text
 
 
+@in_virtual_time
 async def test_words_typed_into_the_filter_are_no_commands() -> None:
     async with running(ListSource(busy_items())) as (app, pilot):
         await press(app, pilot, "5", "f", *"q 1 preempted", "enter")
@@ -199,6 +209,7 @@ async def test_words_typed_into_the_filter_are_no_commands() -> None:
         assert any("! epsilon" in line for line in app.view.text.splitlines())
 
 
+@in_virtual_time
 async def test_blocks_of_a_request_are_lit_and_their_owner_is_a_key_away() -> None:
     async with running(ListSource(busy_items())) as (app, pilot):
         await press(app, pilot, "4")
@@ -214,6 +225,7 @@ async def test_blocks_of_a_request_are_lit_and_their_owner_is_a_key_away() -> No
 
 
 # ---------------------------------------------------------------------------------------------------- truth
+@in_virtual_time
 async def test_lost_events_and_a_lost_engine_are_said() -> None:
     source = ListSource(busy_items())
     async with running(source) as (app, pilot):
@@ -231,6 +243,7 @@ async def test_lost_events_and_a_lost_engine_are_said() -> None:
         assert "12 events dropped" in text_of(app, "#warnings") or "…" in text_of(app, "#warnings")
 
 
+@in_virtual_time
 async def test_control_characters_in_a_request_id_do_not_reach_the_terminal() -> None:
     engine = MadeUpEngine()
     engine.add("evil\x1b[2J\nid", num_prompt_tokens=8, max_tokens=9)
@@ -242,6 +255,7 @@ async def test_control_characters_in_a_request_id_do_not_reach_the_terminal() ->
 
 
 # ---------------------------------------------------------------------------------------------------- files
+@in_virtual_time
 async def test_what_is_shown_is_saved_as_csv_and_json(tmp_path: Path) -> None:
     async with running(ListSource(busy_items()), folder=tmp_path) as (app, pilot):
         for key in SCREENS:
@@ -260,6 +274,7 @@ async def test_what_is_shown_is_saved_as_csv_and_json(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "aioengine-overview-step27.json").read_text(encoding="utf-8"))
 
 
+@in_virtual_time
 async def test_a_folder_that_cannot_be_written_is_a_note_not_a_crash(tmp_path: Path) -> None:
     async with running(ListSource(busy_items()), folder=tmp_path / "missing") as (app, pilot):
         await press(app, pilot, "3", "e")
@@ -269,6 +284,7 @@ async def test_a_folder_that_cannot_be_written_is_a_note_not_a_crash(tmp_path: P
 # ---------------------------------------------------------------------------------------------------- themes
 @pytest.mark.parametrize("theme", ["dark", "light", "high-contrast", "colour-blind", "ansi"])
 @pytest.mark.parametrize("no_color", [False, True])
+@in_virtual_time
 async def test_no_cell_is_drawn_in_the_colour_of_its_ground(theme: str, no_color: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Textual 8.2.8 draws black on black with NO_COLOR and an ansi theme, unless one does something about it."""
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -290,6 +306,7 @@ async def test_no_cell_is_drawn_in_the_colour_of_its_ground(theme: str, no_color
                         assert color != ground, segment
 
 
+@in_virtual_time
 async def test_t_goes_through_all_themes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     async with running(ListSource(busy_items())) as (app, pilot):
@@ -302,6 +319,7 @@ async def test_t_goes_through_all_themes(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 # ---------------------------------------------------------------------------------------------------- cost
+@in_virtual_time
 async def test_only_rows_that_changed_are_repainted() -> None:
     source = ListSource(busy_items())
     async with running(source) as (app, pilot):
@@ -315,6 +333,7 @@ async def test_only_rows_that_changed_are_repainted() -> None:
         assert app.view.num_repainted_lines == before + 2  # the row that lost the cursor, and the one that got it
 
 
+@in_virtual_time
 async def test_a_log_that_is_full_lets_go_of_its_oldest_lines_and_the_cursor_stays_on_its_own() -> None:
     async with running(ListSource(busy_items())) as (app, pilot):
         log = app.session.live.log

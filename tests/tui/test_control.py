@@ -1,4 +1,4 @@
-"""The keys that act on a recording's player and on an engine that allows control."""
+"""The keys that act on a recording's playback and on an engine that allows control."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from aioengine.events.protocol import ControlError
-from aioengine.events.recorder import StepRecorder
-from aioengine.events.source import open_source
+from aioengine.events.recording.writer import StepRecorder
+from aioengine.events.sources.base import ControlError
+from aioengine.events.sources.open import open_source
 from aioengine.events.step_event import StepEvent, StepResultEvent
+from aioengine.testing import in_virtual_time
 from aioengine_tui.app import DashboardApp
-from aioengine_tui.state import DashboardState
+from aioengine_tui.model.state import DashboardState
 from tests.tui.support import HEADER, ListSource, busy_items
 from tests.tui.test_app import press, running, settle, text_of
 
@@ -48,19 +49,21 @@ class RecordingEngine:
         return "req-9"
 
 
+@in_virtual_time
 async def test_the_engine_is_paused_stepped_and_resumed() -> None:
     engine = RecordingEngine()
     async with running(ListSource(busy_items(), engine=engine)) as (app, pilot):
         await press(app, pilot, "full_stop")
         assert "P pauses it first" in text_of(app, "#warnings")
         await press(app, pilot, "P")
-        app.session.live.paused = True
+        app.session.live.data.paused = True
         await press(app, pilot, "full_stop", "right_square_bracket")
         assert "ENGINE PAUSED" in text_of(app, "#warnings")
         await press(app, pilot, "P")
     assert engine.calls == [("pause",), ("step",), ("step",), ("resume",)]
 
 
+@in_virtual_time
 async def test_an_abort_asks_once_more() -> None:
     engine = RecordingEngine()
     async with running(ListSource(busy_items(), engine=engine)) as (app, pilot):
@@ -76,6 +79,7 @@ async def test_an_abort_asks_once_more() -> None:
         assert "choose a live request" in text_of(app, "#warnings")
 
 
+@in_virtual_time
 async def test_a_prompt_is_sent_and_a_refusal_is_shown() -> None:
     engine = RecordingEngine()
     async with running(ListSource(busy_items(), engine=engine)) as (app, pilot):
@@ -88,6 +92,7 @@ async def test_a_prompt_is_sent_and_a_refusal_is_shown() -> None:
 
 
 @pytest.mark.parametrize("key", ["P", "full_stop", "x", "a", "left_square_bracket", "S", "exclamation_mark", "right_curly_bracket"])
+@in_virtual_time
 async def test_what_the_source_cannot_do_is_said(key: str) -> None:
     async with running(ListSource(busy_items())) as (app, pilot):
         await press(app, pilot, key)
@@ -118,7 +123,7 @@ async def test_a_recording_is_stepped_searched_and_played(recording: Path) -> No
     app = DashboardApp(open_source(recording, make_state=DashboardState))
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.pause(0.05)
-        if app.source.player is not None and app.source.player.playing:
+        if app.source.playback is not None and app.source.playback.playing:
             await pilot.press("space")
         await press(app, pilot, "2", "S", *"12", "enter")
         await wait_for_step(app, pilot, 12)

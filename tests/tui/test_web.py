@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from aioengine.events.recorder import StepRecorder
+from aioengine.events.recording.writer import StepRecorder
 from aioengine.events.step_event import StepEvent, StepResultEvent
 from tests.tui.support import HEADER, busy_items
 

@@ -30,7 +30,7 @@ class Plan:
     start: int
     num_scheduled: int
     blocks: list[int]
-    guesses: list[int] = field(default_factory=list)  # after the known ones; then the step starts at the last known one
+    draft_token_ids: list[int] = field(default_factory=list)  # after the known ones; then the step starts at the last known one
 
     @property
     def end(self) -> int:
@@ -52,10 +52,10 @@ def build(plans: dict[str, Plan], *, block_size: int, slots_in_use_before: int =
         scheduled_cached_reqs=CachedRequestData(),
         num_scheduled_tokens={req_id: plan.num_scheduled for req_id, plan in plans.items()},
         total_num_scheduled_tokens=sum(plan.num_scheduled for plan in plans.values()),
-        scheduled_spec_decode_tokens={req_id: plan.guesses for req_id, plan in plans.items() if plan.guesses},
+        scheduled_spec_decode_tokens={req_id: plan.draft_token_ids for req_id, plan in plans.items() if plan.draft_token_ids},
     )
-    for req_id, guesses in out.scheduled_spec_decode_tokens.items():
-        states.write_guesses(req_id, guesses)
+    for req_id, draft_token_ids in out.scheduled_spec_decode_tokens.items():
+        states.write_draft_tokens(req_id, draft_token_ids)
     return build_input_batch(out, states=states, block_table=block_table, device=CpuDevice(num_threads=None)), states
 
 
@@ -68,10 +68,12 @@ def plans(draw: st.DrawFn) -> tuple[dict[str, Plan], int]:
         tokens = draw(st.lists(st.integers(0, 999), min_size=1, max_size=MAX_MODEL_LEN))
         start = draw(st.integers(0, len(tokens) - 1))
         num_scheduled = draw(st.integers(1, len(tokens) - start))
-        guesses = draw(st.lists(st.integers(0, 999), max_size=min(3, MAX_MODEL_LEN - len(tokens)))) if start == len(tokens) - 1 else []
-        num_scheduled += len(guesses)
+        draft_token_ids = (
+            draw(st.lists(st.integers(0, 999), max_size=min(3, MAX_MODEL_LEN - len(tokens)))) if start == len(tokens) - 1 else []
+        )
+        num_scheduled += len(draft_token_ids)
         num_blocks = -(-(start + num_scheduled) // block_size)
-        result[f"r{i}"] = Plan(tokens, start, num_scheduled, [next(ids) for _ in range(num_blocks)], guesses)
+        result[f"r{i}"] = Plan(tokens, start, num_scheduled, [next(ids) for _ in range(num_blocks)], draft_token_ids)
     return result, block_size
 
 
@@ -83,7 +85,7 @@ def test_against_a_slow_oracle(case: tuple[dict[str, Plan], int], slots_in_use_b
     expected: dict[str, list[Any]] = {"ids": [], "positions": [], "slots": [], "starts": [0], "logits": [], "sampled": [], "before": []}
     for i, plan in enumerate(requests.values()):
         for position in range(plan.start, plan.end):
-            expected["ids"].append((plan.tokens + plan.guesses)[position])
+            expected["ids"].append((plan.tokens + plan.draft_token_ids)[position])
             expected["positions"].append(position)
             expected["slots"].append(plan.blocks[position // block_size] * block_size + position % block_size)
             if position + 1 >= len(plan.tokens):
@@ -150,6 +152,17 @@ def test_a_request_without_a_slot_is_named() -> None:
             block_table=BlockTable(max_num_reqs=1, max_model_len=8, block_size=4),
             device=CpuDevice(num_threads=None),
         )
+
+
+@pytest.mark.parametrize(
+    ("num_scheduled", "num_blocks", "message"),
+    [(4, 2, "up to position 4, but 3 tokens are known and its blocks hold 8"), (3, 0, "up to position 3, but 3 .* blocks hold 0")],
+    ids=["a token that is not known", "a position without a block"],
+)
+def test_a_step_that_reaches_too_far_is_refused(num_scheduled: int, num_blocks: int, message: str) -> None:
+    plans = {"fits": Plan([1, 2], 0, 2, [1]), "far": Plan([1, 2, 3], 0, num_scheduled, list(range(2, 2 + num_blocks)))}
+    with pytest.raises(RuntimeError, match=f"'far' is scheduled {message}"):
+        build(plans, block_size=4)
 
 
 def test_append_sampled_feeds_the_next_step() -> None:

@@ -85,6 +85,6 @@ def test_the_next_request_of_a_slot_has_parameters_of_its_own(make_driver: MakeD
         driver.finish(f"r{number}")
     driver.step({})
     slot = np.zeros(1, dtype=np.int64)
-    assert driver.runner.states.sampling.gather(slot, slot).edits is None, "a request that is gone costs time"
+    assert driver.runner.states.sampling.gather(slot, slot).logit_edits is None, "a request that is gone costs time"
     driver.add("b", OTHER)
     assert driver.generate("b", 6) == plain.generate("b", 6)

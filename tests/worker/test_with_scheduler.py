@@ -13,10 +13,11 @@ from aioengine.config import ResolvedConfig
 from aioengine.core.scheduler import Scheduler
 from aioengine.request import Request
 from aioengine.sampling_params import SamplingParams
+from tests.covering import every_pair
 
 SHARED = [5, 11, 23, 42, 8, 30, 17, 2, 50]
 PROMPTS = [SHARED + [i, 3 * i + 1] * (i % 4) + [i + 20] for i in range(7)]
-NUM_BLOCKS_BIG = 60
+NUM_BLOCKS_BIG, NUM_BLOCKS_TINY = 60, 14
 
 
 def make_requests() -> list[Request]:
@@ -99,14 +100,28 @@ def run(make_driver: Callable[..., Any], make_config: Callable[..., ResolvedConf
     return run
 
 
-@pytest.mark.parametrize("prefix_caching", [True, False], ids=["prefix_cache", "no_prefix_cache"])
-@pytest.mark.parametrize("budget", [3, 16, 64])
-@pytest.mark.parametrize("num_blocks", [NUM_BLOCKS_BIG, 14], ids=["big_pool", "tiny_pool"])
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain"])
-def test_same_tokens_as_alone(run: Callable[..., Any], overlap: bool, num_blocks: int, budget: int, prefix_caching: bool) -> None:
-    alone: dict[str, list[int]] = {}
-    for request in make_requests():
-        alone |= run([request], async_scheduling=False, enable_prefix_caching=False)[0]
+@pytest.fixture(scope="module")
+def alone_by_pipeline() -> dict[str, dict[str, list[int]]]:
+    return {}
+
+
+@pytest.fixture
+def alone(run: Callable[..., Any], pipeline: str, alone_by_pipeline: dict[str, dict[str, list[int]]]) -> dict[str, list[int]]:
+    """What each request gives by itself, one step at a time."""
+    if pipeline not in alone_by_pipeline:
+        alone_by_pipeline[pipeline] = {}
+        for request in make_requests():
+            alone_by_pipeline[pipeline] |= run([request], async_scheduling=False, enable_prefix_caching=False)[0]
+    return alone_by_pipeline[pipeline]
+
+
+@pytest.mark.parametrize(
+    ("overlap", "num_blocks", "budget", "prefix_caching"),
+    every_pair([True, False], [NUM_BLOCKS_BIG, NUM_BLOCKS_TINY], [3, 16, 64], [True, False]),
+)
+def test_same_tokens_as_alone(
+    run: Callable[..., Any], alone: dict[str, list[int]], overlap: bool, num_blocks: int, budget: int, prefix_caching: bool
+) -> None:
     outputs, scheduler = run(
         make_requests(),
         num_blocks=num_blocks,
@@ -115,17 +130,14 @@ def test_same_tokens_as_alone(run: Callable[..., Any], overlap: bool, num_blocks
         enable_prefix_caching=prefix_caching,
     )
     assert outputs == alone
-    assert (scheduler.num_preemptions > 0) == (num_blocks == 14)
+    assert (scheduler.num_preemptions > 0) == (num_blocks == NUM_BLOCKS_TINY)
     assert (scheduler.make_stats().prefix_cache_hits > 0) == prefix_caching
     assert max(len(tokens) for tokens in alone.values()) > 15
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain"])
-def test_who_is_left_out_of_a_step_goes_on_from_its_last_token(run: Callable[..., Any], overlap: bool) -> None:
+def test_who_is_left_out_of_a_step_goes_on_from_its_last_token(run: Callable[..., Any], alone: dict[str, list[int]], overlap: bool) -> None:
     """Steps with room for two of seven: what the others sampled last waits on the device, and no placeholder is ever an input."""
-    alone: dict[str, list[int]] = {}
-    for request in make_requests():
-        alone |= run([request], async_scheduling=False, enable_prefix_caching=False)[0]
     outputs, scheduler = run(make_requests(), async_scheduling=overlap, max_num_seqs=8, later_budget=2)
     assert scheduler.config.max_num_batched_tokens == 2
     assert outputs == alone

@@ -24,9 +24,9 @@ from textual.worker import Worker, WorkerError
 
 from aioengine.errors import AioEngineError
 from aioengine_tui.control import ControlActions
-from aioengine_tui.export import ExportFormat, write_table
 from aioengine_tui.keymap import BINDINGS, COMMANDS
 from aioengine_tui.messages import FilterWanted, OpenRequest
+from aioengine_tui.model.state import DashboardState
 from aioengine_tui.screens.base import FilterView, View
 from aioengine_tui.screens.batch import BatchView
 from aioengine_tui.screens.blocks import BlocksView
@@ -36,14 +36,14 @@ from aioengine_tui.screens.overview import OverviewView
 from aioengine_tui.screens.request import RequestView
 from aioengine_tui.screens.step import StepView
 from aioengine_tui.session import Session
-from aioengine_tui.state import DashboardState
+from aioengine_tui.table_file import ExportFormat, write_table
 from aioengine_tui.themes import THEME_NAMES, THEMES, Palette, textual_name
 from aioengine_tui.widgets.chrome import keys_line, replay_line, tabs_line, title_line, warnings_line
 from aioengine_tui.widgets.line_view import LineView
 from aioengine_tui.widgets.text import Part
 
 if TYPE_CHECKING:
-    from aioengine.events.source import StepSource
+    from aioengine.events.sources.base import StepSource
 
 TABS = ("overview", "step", "batch", "blocks", "log")
 REFRESH_RATES = (0.5, 1.0, 2.0, 4.0, 5.0, 10.0)
@@ -91,7 +91,7 @@ class DashboardApp(ControlActions, App[None]):
                 self._filters.append(NoColor())
             theme = "ansi"
         self.theme = textual_name(theme)
-        self._take_palette()
+        self._apply_palette()
 
     # ------------------------------------------------------------------ life
     def compose(self) -> ComposeResult:
@@ -113,7 +113,7 @@ class DashboardApp(ControlActions, App[None]):
         yield LineView(palette, id="keys")
 
     def on_mount(self) -> None:
-        self.theme_changed_signal.subscribe(self, lambda _: self._take_palette())
+        self.theme_changed_signal.subscribe(self, lambda _: self._apply_palette())
         self.view.focus()
         self._set_timer()
         self._consumer = self.run_worker(self._consume(), name="consume", exit_on_error=True)
@@ -135,7 +135,7 @@ class DashboardApp(ControlActions, App[None]):
                     if time.monotonic() - last_pause > 0.02:  # a source that always has the next item must not starve the keys
                         await asyncio.sleep(0)
                         last_pause = time.monotonic()
-                await asyncio.Event().wait()  # the source stays open: its player can go back
+                await asyncio.Event().wait()  # the source stays open: its playback can go back
         except AioEngineError as exc:
             self.failure = str(exc)
             self.exit(return_code=1)
@@ -172,9 +172,9 @@ class DashboardApp(ControlActions, App[None]):
         self._line("#tabs", tabs_line(titles, TABS.index(current) if current in TABS else None, self.session.state, width))
         warnings = warnings_line(self.session, width, note=self.note)
         self._line("#warnings", warnings)
-        player = self.source.player
-        self._line("#replay", replay_line(state.status, state, width) if player is not None else None)
-        common = _REPLAY_HINTS if player is not None else _COMMON_HINTS
+        playback = self.source.playback
+        self._line("#replay", replay_line(state.status, state, width) if playback is not None else None)
+        common = _REPLAY_HINTS if playback is not None else _COMMON_HINTS
         own = self.view.key_hints
         self._line("#keys", keys_line([*own[:4], *common, *own[4:]] if width >= 70 else [*common[:1], *own, *common[1:]], width))
 
@@ -184,7 +184,7 @@ class DashboardApp(ControlActions, App[None]):
         if line is not None:
             widget.show([line])
 
-    def _take_palette(self) -> None:
+    def _apply_palette(self) -> None:
         self.palette = Palette(self.current_theme, no_color=self.no_color)
         if self.is_running:
             for widget in self.query(LineView):
@@ -234,8 +234,8 @@ class DashboardApp(ControlActions, App[None]):
 
     # ------------------------------------------------------------------ pause, speed, themes, files
     def action_pause(self) -> None:
-        if self.source.player is not None:
-            self.source.player.toggle()
+        if self.source.playback is not None:
+            self.source.playback.toggle()
         elif self.session.is_frozen:
             self.session.thaw()
         else:
@@ -243,7 +243,7 @@ class DashboardApp(ControlActions, App[None]):
         self.draw()
 
     def action_faster(self, direction: int) -> None:
-        if self.source.player is not None:
+        if self.source.playback is not None:
             self.change_playback_speed(direction)
             return
         nearest = min(range(len(REFRESH_RATES)), key=lambda i: abs(REFRESH_RATES[i] - self.refresh_rate))

@@ -1,4 +1,4 @@
-"""The keys that act on what is watched: the player of a recording, the engine where it allows control."""
+"""The keys that act on what is watched: the playback of a recording, the engine where it allows control."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from aioengine.errors import AioEngineError
 from aioengine_tui.session import Session
 
 if TYPE_CHECKING:
-    from aioengine.events.source import StepSource
+    from aioengine.events.sources.base import StepSource
 
 SPEEDS = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 25.0, 100.0)
 _CONFIRM_S = 5.0
@@ -29,7 +29,7 @@ else:
 
 
 class ControlActions(_Base):
-    """Part of `DashboardApp`: its actions on the player and the engine, and the line in which one types."""
+    """Part of `DashboardApp`: its actions on the playback and the engine, and the line in which one types."""
 
     source: StepSource
     session: Session
@@ -45,56 +45,56 @@ class ControlActions(_Base):
     def filter_view(self, text: str) -> None:
         raise NotImplementedError
 
-    # ------------------------------------------------------------------ the player
+    # ------------------------------------------------------------------ the playback
     async def action_step(self, steps: int) -> None:
-        if self.source.player is not None:
-            await self._do(self.source.player.step(steps))
+        if self.source.playback is not None:
+            await self._do(self.source.playback.step(steps))
         elif steps > 0:
             await self.action_engine_step()
         else:
             self.say("only a recording can be stepped back")
 
     async def action_seek_by(self, share: float) -> None:
-        player = self.source.player
-        if player is None:
+        playback = self.source.playback
+        if playback is None:
             self.say("only a recording can be searched")
             return
-        here = (player.position or 0) / player.length if player.length else 0.0
-        await self._do(player.seek_fraction(max(0.0, min(1.0, here + share))))
+        here = (playback.position or 0) / playback.length if playback.length else 0.0
+        await self._do(playback.seek_fraction(max(0.0, min(1.0, here + share))))
 
     def action_seek(self) -> None:
-        if self.source.player is None:
+        if self.source.playback is None:
             self.say("only a recording can be searched")
             return
         self.open_entry("seek", "", "go to: a step (812), seconds since the start (12.5s), a share (50%)")
 
     async def action_jump(self, kind: Literal["preemption", "abort", "slowest"]) -> None:
-        if self.source.player is None:
+        if self.source.playback is None:
             self.say("only a recording can be searched")
-        elif await self._do(self.source.player.jump(kind)) is False:
+        elif await self._do(self.source.playback.jump(kind)) is False:
             self.say(f"no {kind} {'step' if kind == 'slowest' else 'after this place'}")
 
     def change_playback_speed(self, direction: int) -> None:
-        player = self.source.player
-        assert player is not None, "the caller has looked"
-        nearest = min(range(len(SPEEDS)), key=lambda i: abs(SPEEDS[i] - player.speed))
-        player.set_speed(SPEEDS[max(0, min(len(SPEEDS) - 1, nearest + direction))])
+        playback = self.source.playback
+        assert playback is not None, "the caller has looked"
+        nearest = min(range(len(SPEEDS)), key=lambda i: abs(SPEEDS[i] - playback.speed))
+        playback.set_speed(SPEEDS[max(0, min(len(SPEEDS) - 1, nearest + direction))])
         self.draw()
 
     async def _seek(self, text: str) -> None:
-        player = self.source.player
-        assert player is not None, "the entry is only opened with a player"
+        playback = self.source.playback
+        assert playback is not None, "the entry is only opened with a playback"
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%|s|)\s*", text)
         if match is None:
             self.say(f"{text!r} is not a step (812), a time (12.5s) or a share (50%)")
             return
         value, unit = float(match[1]), match[2]
         if unit == "%":
-            await self._do(player.seek_fraction(min(1.0, value / 100)))
+            await self._do(playback.seek_fraction(min(1.0, value / 100)))
         elif unit == "s":
-            await self._do(player.seek_time(value))
+            await self._do(playback.seek_time(value))
         else:
-            await self._do(player.seek_step(int(value)))
+            await self._do(playback.seek_step(int(value)))
 
     # ------------------------------------------------------------------ the engine
     async def action_engine_pause(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aioengine.printable import printable
-from aioengine_tui.state import DashboardState, RequestRow
+from aioengine_tui.model.state import DashboardState, RequestRow
 
 _GLYPHS = {"waiting": "w", "running": "r", "preempted": "p", "cleaning_up": "c", "finished": "f"}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aioengine_tui.state import DashboardState
+from aioengine_tui.model.state import DashboardState
 
 
 class Session:

@@ -26,7 +26,7 @@ from aioengine.worker.request_state import RequestStates
 class SampledRows:
     """The tokens of the requests that sampled in a step, in batch order."""
 
-    token_ids: list[list[int]]  # [num_sampled]: one token each, more where guesses were right
+    token_ids: list[list[int]]  # [num_sampled]: one token each, more where draft tokens were accepted
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by place in `token_ids`, of those that asked
     failed: dict[int, str] = field(default_factory=dict)  # by place: why this request cannot be sampled for
 
@@ -60,7 +60,7 @@ class StepPipeline(ABC):
     ) -> SampledRows | Pending[SampledRows]:
         """One token for each row; afterwards the next step's `build_batch` may use it.
 
-        Of a request with guesses, which has several rows, the tokens up to the first that differs from its guess.
+        Of a request with draft tokens, which has several rows, the tokens up to the first that differs from its draft token.
         """
 
     def sample_after_failure(

@@ -198,7 +198,7 @@ class DevicePipeline(StepPipeline):
     # ------------------------------------------------------------------ inputs
     def build_batch(self, out: SchedulerOutput) -> InputBatch:
         if out.scheduled_spec_decode_tokens:
-            raise RuntimeError("guessed tokens can be checked on the CPU only: here the host does not wait for what was sampled")
+            raise RuntimeError("draft tokens can be checked on the CPU only: here the host does not wait for what was sampled")
         token_writes, block_writes = self._collect_writes(out)
         plan = plan_step(out, states=self._states, block_table=self._block_table, decodes_first=True)
         num_tokens, limit = int(plan.query_start_loc[-1]), self._inputs.input_ids.shape[0]

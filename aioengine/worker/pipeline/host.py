@@ -17,9 +17,9 @@ from aioengine.worker.device import Device
 from aioengine.worker.input_batch import InputBatch, LongArray, build_input_batch
 from aioengine.worker.pipeline.base import SampledRows, StepPipeline, sampled_rows
 from aioengine.worker.request_state import RequestStates
+from aioengine.worker.sample.draft_tokens import accept_draft_tokens
 from aioengine.worker.sample.logits_processor import LoadedProcessor, ProcessorRow
 from aioengine.worker.sample.sampler import RowProcessors, SamplerOutput, sample
-from aioengine.worker.sample.speculation import accept_guesses
 
 logger = get_logger(__name__)
 
@@ -106,14 +106,14 @@ class HostPipeline(StepPipeline):
         token_ids: LongArray,  # [num_rows]
         output: SamplerOutput,
     ) -> SampledRows:
-        """Compare what was sampled with the guesses, which stand in the token table behind the known tokens."""
+        """Compare what was sampled with the draft tokens, which stand in the token table behind the known tokens."""
         states, rows = self._states, SampledRows([])
         ends = [*((np.diff(batch.sampled_np) != 0).nonzero()[0] + 1).tolist(), len(token_ids)]
         start = 0
         for place, end in enumerate(ends):
             slot, known = int(slots[start]), int(batch.row_seq_lens_np[start])
-            guesses = states.token_ids[slot, known : known + end - start - 1]
-            accepted = accept_guesses(token_ids[start:end].tolist(), guesses.tolist())
+            draft_token_ids = states.token_ids[slot, known : known + end - start - 1]
+            accepted = accept_draft_tokens(token_ids[start:end].tolist(), draft_token_ids.tolist())
             states.append_accepted(req_ids[start], slot, accepted)
             rows.token_ids.append(accepted)
             counted = range(start, start + len(accepted))

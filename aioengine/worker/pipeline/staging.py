@@ -87,7 +87,7 @@ class Staging:
         """
         arrays = [array for group in groups.values() for array in group.values()]
         offsets, num_bytes = plan_layout([array.nbytes for array in arrays])
-        buffer = self._take_buffer(num_bytes)
+        buffer = self._next_buffer(num_bytes)
         if buffer.copied is not None:
             buffer.copied.synchronize()  # long past: this buffer's copy belongs to the step before the last
         for array, offset in zip(arrays, offsets, strict=True):
@@ -102,7 +102,7 @@ class Staging:
         buffer.is_held = True
         return StagedArrays(tensors, buffer, self._transfers)
 
-    def _take_buffer(self, num_bytes: int) -> _Buffer:
+    def _next_buffer(self, num_bytes: int) -> _Buffer:
         turn, self._turn = self._turn, (self._turn + 1) % _NUM_BUFFERS
         buffer = self._buffers[turn]
         if buffer.is_held:

@@ -16,7 +16,7 @@ import torch
 
 from aioengine.config import LogprobsMode
 from aioengine.sampling_params import MAX_LOGPROBS
-from aioengine.worker.sample.edits import LogitEdits, apply_bias, apply_masks, apply_penalties
+from aioengine.worker.sample.logit_edits import LogitEdits, apply_bias, apply_masks, apply_penalties
 from aioengine.worker.sample.states import SamplingBatch
 from aioengine_kernels.draw_tokens import draw_tokens
 from aioengine_kernels.logprobs import token_logprobs
@@ -39,7 +39,7 @@ class StagedSampling:
     logprob_rows_np: npt.NDArray[np.int64]  # [k]
     num_logprobs: list[int]  # [k]
     needs_filters: bool  # some row that is not greedy has top_k, top_p or min_p
-    edits: LogitEdits | None  # None: no row has a penalty, a bias, allowed_token_ids or bad_words
+    logit_edits: LogitEdits | None  # None: no row has a penalty, a bias, allowed_token_ids or bad_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class DeviceSamples:
 
 
 def sampling_arrays(batch: SamplingBatch, slots: npt.NDArray[np.int64], *, vocab_size: int) -> dict[str, dict[str, npt.NDArray[Any]]]:
-    """What the host sends of a step's parameters: the tensors of `StagedSampling` by their names, and `EditArrays.arrays`."""
+    """What the host sends of a step's parameters: the tensors of `StagedSampling` by their names, and `LogitEditArrays.arrays`."""
     masked = [row * vocab_size + token_ids for row, token_ids in batch.ending_token_ids.items()]
     own = {
         "slots": slots.astype(np.int32),
@@ -70,7 +70,7 @@ def sampling_arrays(batch: SamplingBatch, slots: npt.NDArray[np.int64], *, vocab
         "masked_positions": np.concatenate(masked) if masked else np.zeros(0, dtype=np.int64),
         "logprob_rows": (batch.num_logprobs >= 0).nonzero()[0],
     }
-    return {"sampling": own, "edits": {} if batch.edits is None else batch.edits.arrays()}
+    return {"sampling": own, "logit_edits": {} if batch.logit_edits is None else batch.logit_edits.arrays()}
 
 
 def staged_sampling(
@@ -87,7 +87,9 @@ def staged_sampling(
         logprob_rows_np=rows,
         num_logprobs=batch.num_logprobs[rows].tolist(),
         needs_filters=bool((has_filter & (batch.temperature > 0)).any()),
-        edits=None if batch.edits is None else LogitEdits.build(batch.edits, sent["edits"], token_table=token_table),
+        logit_edits=None
+        if batch.logit_edits is None
+        else LogitEdits.build(batch.logit_edits, sent["logit_edits"], token_table=token_table),
     )
 
 
@@ -106,13 +108,13 @@ def sample_on_device(
     reported = logits.index_select(0, staged.logprob_rows) if staged.num_logprobs and is_raw else None
     if allowed is not None:
         _mask_forbidden(logits, *allowed)
-    if staged.edits is not None:
-        apply_masks(logits, staged.edits)
+    if staged.logit_edits is not None:
+        apply_masks(logits, staged.logit_edits)
     if staged.masked_positions.shape[0]:
         logits.view(-1).index_fill_(0, staged.masked_positions, -torch.inf)
-    if staged.edits is not None:
-        apply_bias(logits, staged.edits)
-        apply_penalties(logits, staged.edits)
+    if staged.logit_edits is not None:
+        apply_bias(logits, staged.logit_edits)
+        apply_penalties(logits, staged.logit_edits)
         if allowed is not None and eos_token_ids is not None:
             _let_grammars_end(logits, *allowed, eos_token_ids)
     best = logits.amax(dim=-1)

@@ -18,8 +18,8 @@ A processor is a class (or any callable) named "module:name" in `EngineConfig.lo
 
 vLLM V1 tells a processor which rows were added, moved and removed (`update_state`). Here nothing is ever moved, and a step names
 its rows in full: a processor that keeps state keys it by `req_id`, and may rely on a request's rows coming with growing
-`output_token_ids`. After a preemption the request goes on where it was; with guessed tokens a request has several rows in one
-step, each with the tokens before it, and a guess that was wrong does not come again.
+`output_token_ids`. After a preemption the request goes on where it was; with draft tokens a request has several rows in one
+step, each with the tokens before it, and a draft token that was rejected does not come again.
 
 What a processor does to a row should depend on that row alone, or the output depends on who runs beside it. Where one raises, or
 gives something else than logits, it is called once more for each row of the step by itself: requests whose row it then fails for

@@ -28,9 +28,9 @@ import torch
 
 from aioengine.config import LogprobsMode
 from aioengine.outputs import TokenLogprobs
-from aioengine.worker.sample.edits import LogitEdits, apply_bias, apply_masks, apply_penalties
 from aioengine.worker.sample.filters import apply_min_p, apply_temperature, mask_ending_tokens
 from aioengine.worker.sample.grammar import apply_bitmask, let_grammars_end
+from aioengine.worker.sample.logit_edits import LogitEdits, apply_bias, apply_masks, apply_penalties
 from aioengine.worker.sample.logits_processor import LoadedProcessor, ProcessorRow
 from aioengine.worker.sample.logprobs import collect_logprobs
 from aioengine.worker.sample.states import SamplingBatch
@@ -120,24 +120,24 @@ def _edit(
     token_table: torch.Tensor | None,
     processors: RowProcessors | None,
 ) -> None:
-    edits = None
-    if batch.edits is not None:
+    logit_edits = None
+    if batch.logit_edits is not None:
         assert token_table is not None, "penalties and bad_words need the token table"
-        tensors = {name: torch.from_numpy(array).to(logits.device) for name, array in batch.edits.arrays().items()}
-        edits = LogitEdits.build(batch.edits, tensors, token_table=token_table)
+        tensors = {name: torch.from_numpy(array).to(logits.device) for name, array in batch.logit_edits.arrays().items()}
+        logit_edits = LogitEdits.build(batch.logit_edits, tensors, token_table=token_table)
     for row, bitmask in bitmasks.items():
         apply_bitmask(logits[row], bitmask)
-    if edits is not None:
-        apply_masks(logits, edits)
+    if logit_edits is not None:
+        apply_masks(logits, logit_edits)
     if batch.ending_token_ids:
         mask_ending_tokens(logits, list(batch.ending_token_ids), list(batch.ending_token_ids.values()))
-    if edits is not None:
-        apply_bias(logits, edits)
+    if logit_edits is not None:
+        apply_bias(logits, logit_edits)
     if processors is not None:
         processors.apply(logits, argmax_invariant=False)
-    if edits is not None:
-        apply_penalties(logits, edits)
-    if bitmasks and (edits is not None or processors is not None):
+    if logit_edits is not None:
+        apply_penalties(logits, logit_edits)
+    if bitmasks and (logit_edits is not None or processors is not None):
         let_grammars_end(logits, bitmasks, batch.eos_token_ids)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aioengine.sampling_params import SamplingParams
-from aioengine.worker.sample.edits import EditArrays, RequestEdits, edit_arrays, request_edits
+from aioengine.worker.sample.logit_edits import LogitEditArrays, RequestLogitEdits, logit_edit_arrays, request_logit_edits
 from aioengine.worker.sample.row import params_row
 
 SlotArray = npt.NDArray[np.int64]
@@ -27,7 +27,7 @@ class SamplingBatch:
     num_logprobs: npt.NDArray[np.int64]  # [n]; -1: none wanted
     ending_token_ids: dict[int, npt.NDArray[np.int64]]  # by row: what may not be sampled yet, because of min_tokens
     eos_token_ids: SlotArray  # [e]: of the model, those that it has logits for
-    edits: EditArrays | None = None  # None: no row has a penalty, a bias, allowed_token_ids or bad_words
+    logit_edits: LogitEditArrays | None = None  # None: no row has a penalty, a bias, allowed_token_ids or bad_words
 
 
 class SamplingStates:
@@ -46,14 +46,14 @@ class SamplingStates:
         self.num_logprobs = np.full(max_num_reqs, -1, dtype=np.int64)
         self.num_prompt_tokens = np.zeros(max_num_reqs, dtype=np.int64)
         self._ending_token_ids: list[npt.NDArray[np.int64]] = [np.zeros(0, dtype=np.int64)] * max_num_reqs
-        self._edits: dict[int, RequestEdits] = {}  # by slot: only of requests that change their logits
+        self._logit_edits: dict[int, RequestLogitEdits] = {}  # by slot: only of requests that change their logits
 
     def set(self, slot: int, params: SamplingParams, *, num_prompt_tokens: int = 0) -> None:
         """Write a request's parameters to its slot; `params.seed` is a number here (the input processor drew it).
 
         Raises ValueError, or whatever else shows that they cannot be written; the slot's row is to be `reset` then.
         """
-        row, edits = params_row(params), request_edits(params, vocab_size=self._vocab_size)
+        row, logit_edits = params_row(params), request_logit_edits(params, vocab_size=self._vocab_size)
         self.temperature[slot] = row.temperature
         self.top_k[slot] = row.top_k
         self.top_p[slot] = row.top_p
@@ -63,8 +63,8 @@ class SamplingStates:
         self.num_logprobs[slot] = row.num_logprobs
         self.num_prompt_tokens[slot] = num_prompt_tokens
         self.clear(slot)
-        if edits is not None:
-            self._edits[slot] = edits
+        if logit_edits is not None:
+            self._logit_edits[slot] = logit_edits
         ending = {i for i in self._eos_token_ids.union(params.stop_token_ids) if i < self._vocab_size}
         # The mask of a structured output has min_tokens in it: only there is known whether anything else is allowed.
         must_mask = params.min_tokens > 0 and params.structured_outputs is None
@@ -76,7 +76,7 @@ class SamplingStates:
 
     def clear(self, slot: int) -> None:
         """The slot's request is gone: nothing of it must cost the others time."""
-        self._edits.pop(slot, None)
+        self._logit_edits.pop(slot, None)
 
     def gather(self, slots: SlotArray, output_indices: npt.NDArray[np.int64]) -> SamplingBatch:
         """The rows `slots` [n], which are about to sample their `output_indices`-th [n] token.
@@ -94,15 +94,15 @@ class SamplingStates:
             num_logprobs=self.num_logprobs[slots],
             ending_token_ids={row: ids for row in too_short if len(ids := self._ending_token_ids[slots[row]])},
             eos_token_ids=self.eos_token_ids,
-            edits=self._gather_edits(slots, output_indices) if self._edits else None,
+            logit_edits=self._gather_logit_edits(slots, output_indices) if self._logit_edits else None,
         )
 
-    def _gather_edits(self, slots: SlotArray, output_indices: npt.NDArray[np.int64]) -> EditArrays | None:
-        rows = [(row, self._edits[slot]) for row, slot in enumerate(slots.tolist()) if slot in self._edits]
+    def _gather_logit_edits(self, slots: SlotArray, output_indices: npt.NDArray[np.int64]) -> LogitEditArrays | None:
+        rows = [(row, self._logit_edits[slot]) for row, slot in enumerate(slots.tolist()) if slot in self._logit_edits]
         if not rows:
             return None
         num_prompt_tokens = self.num_prompt_tokens[slots]
-        return edit_arrays(
+        return logit_edit_arrays(
             rows,
             slots=slots,
             history_lens=num_prompt_tokens + output_indices,

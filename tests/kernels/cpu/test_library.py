@@ -111,6 +111,7 @@ def test_a_library_of_another_layout_is_refused(field: str, monkeypatch: pytest.
     assert layout_difference(open_library()) == f"{field} is at 4 in the library and at {declared_layout()[field]} here"
 
 
+@pytest.mark.alone
 @pytest.mark.skipif("sys.platform != 'linux'")
 def test_no_more_threads_take_part_than_a_call_may_use() -> None:
     """The pool keeps the helpers of a call that used more: they stay out of one that may use fewer."""

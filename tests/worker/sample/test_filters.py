@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from aioengine.worker.sample.filters import apply_min_p, apply_temperature
 from aioengine.worker.sample.top_k_top_p import keep_top_k_top_p
@@ -42,9 +42,9 @@ def warped(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
     """The finite entries after transformers' warpers, in their order: top_k, then top_p; in float64."""
     logits = logits.double()
     if top_k > 0:
-        logits = TopKLogitsWarper(top_k)(NO_IDS, logits)
+        logits = transformers.TopKLogitsWarper(top_k)(NO_IDS, logits)
     if top_p < 1:
-        logits = TopPLogitsWarper(top_p)(NO_IDS, logits)
+        logits = transformers.TopPLogitsWarper(top_p)(NO_IDS, logits)
     return torch.isfinite(logits)
 
 
@@ -123,7 +123,7 @@ def test_dropped_logits_stay_dropped() -> None:
 def test_min_p_keeps_the_same_tokens_as_transformers(min_p: float) -> None:
     logits = random_logits(4, 1000)
     ours = torch.isfinite(apply_min_p(logits.clone(), torch.full((4,), math.log(min_p))))
-    theirs = torch.isfinite(MinPLogitsWarper(min_p)(NO_IDS, logits.float()))
+    theirs = torch.isfinite(transformers.MinPLogitsWarper(min_p)(NO_IDS, logits.float()))
     assert torch.equal(ours, theirs)
     assert ours.any(dim=-1).all()
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
+
+from aioengine.events.step_event import FinishedInfo
 
 LogKind = Literal[
     "arrived", "admitted", "resumed", "preempted", "finished", "aborted", "told", "cleaned_up", "freed", "evicted", "engine", "stream"
@@ -47,3 +49,31 @@ class LogBook:
         other = LogBook(max_lines=self.lines.maxlen or 1)
         other.lines, other.num_lines = self.lines.copy(), self.num_lines
         return other
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def name_some(names: Sequence[object], limit: int = 6) -> str:
+    """ "a, b, c and 4 more" """
+    shown = ", ".join(str(name) for name in names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def end_words(info: FinishedInfo) -> str:
+    match info.finish_reason:
+        case "stop" if info.stop_reason is None:
+            return "stopped by an end-of-sequence token"
+        case "stop":
+            return f"stopped by {'token' if isinstance(info.stop_reason, int) else 'the text'} {info.stop_reason!r}"
+        case "length":
+            return "reached its length"
+        case "repetition":
+            return "stopped because it repeated itself"
+        case "abort":
+            return "aborted"
+        case "error":
+            return "failed"
+        case _:  # of a newer engine
+            return f"ended by {info.finish_reason}"

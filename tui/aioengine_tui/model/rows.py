@@ -81,7 +81,7 @@ class StepRecord:
     num_new_tokens: int | None = None  # sampled and accepted; None while in flight
     ended_ids: tuple[str, ...] = ()  # requests whose end came with the result
     result_time: float | None = None
-    num_draft_tokens: int = 0  # guesses that it checked, of num_tokens; known with the result
+    num_draft_tokens: int = 0  # draft tokens that it checked, of num_tokens; known with the result
     num_accepted_tokens: int = 0  # those that were right
 
     @property
@@ -100,7 +100,7 @@ class StepRecord:
 
 
 class RequestRow:
-    """One request. Owned by a `DashboardState`, which alone writes to it."""
+    """One request. Owned by a `StateData`; only the folds write to it."""
 
     __slots__ = (
         "arrival_time",
@@ -190,11 +190,6 @@ class RequestRow:
         if self.first_token_time is None or self.last_token_time is None or self.last_token_time <= self.first_token_time:
             return None
         return (self.num_output_tokens - 1) / (self.last_token_time - self.first_token_time)
-
-    def add_milestone(self, time: float, step_id: int | None, kind: MilestoneKind, detail: str = "") -> None:
-        if len(self.timeline) == _MAX_MILESTONES:
-            self.num_milestones_dropped += 1
-        self.timeline.append(Milestone(time, step_id, kind, detail))
 
     def add_text(self, text: str) -> None:
         self.text = ((self.text or "") + text)[-_MAX_TEXT:]

@@ -7,10 +7,10 @@ from typing import ClassVar
 from textual import events
 from textual.binding import Binding, BindingType
 
-from aioengine_tui.export import ExportTable
 from aioengine_tui.messages import FilterWanted
+from aioengine_tui.model.state import DashboardState
 from aioengine_tui.session import Session
-from aioengine_tui.state import DashboardState
+from aioengine_tui.table_file import ExportTable
 from aioengine_tui.themes import Palette
 from aioengine_tui.widgets.line_view import LineView
 from aioengine_tui.widgets.scroll import ScrollState

@@ -7,11 +7,11 @@ from typing import ClassVar
 from textual import events
 from textual.binding import Binding, BindingType
 
-from aioengine_tui.export import ExportTable
 from aioengine_tui.messages import OpenRequest
+from aioengine_tui.model.state import DashboardState, RequestRow
 from aioengine_tui.screens.base import View
 from aioengine_tui.session import Session
-from aioengine_tui.state import DashboardState, RequestRow
+from aioengine_tui.table_file import ExportTable
 from aioengine_tui.themes import Palette
 from aioengine_tui.widgets.block_grid import GridLayout, grid_lines, legend
 from aioengine_tui.widgets.text import Line, Part, clean, fit, fit_line, fit_middle, number, percent, side_by_side

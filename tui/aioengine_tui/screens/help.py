@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from aioengine_tui.model.state import DashboardState
 from aioengine_tui.screens.base import PageView
-from aioengine_tui.state import DashboardState
 from aioengine_tui.widgets.block_grid import legend
 from aioengine_tui.widgets.glyphs import KIND_FILLS, KIND_LETTERS, STATE_LETTERS
 from aioengine_tui.widgets.step_rows import MARKS_LEGEND, STOP_WORDS

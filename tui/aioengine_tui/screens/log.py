@@ -6,11 +6,11 @@ from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 
-from aioengine_tui.export import ExportTable
 from aioengine_tui.messages import OpenRequest
+from aioengine_tui.model.state import DashboardState, LogBook, LogLine
 from aioengine_tui.screens.base import FilterView
 from aioengine_tui.session import Session
-from aioengine_tui.state import DashboardState, LogBook, LogLine
+from aioengine_tui.table_file import ExportTable
 from aioengine_tui.themes import Palette
 from aioengine_tui.widgets.text import Line, Part, clean, fit, fit_line, fit_middle
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar, NamedTuple
 
-from aioengine_tui.export import ExportTable
-from aioengine_tui.model.windows import HISTORY_LENGTH
+from aioengine_tui.model.metrics import HISTORY_LENGTH
+from aioengine_tui.model.state import DashboardState, Gauges, Series
 from aioengine_tui.screens.base import View
-from aioengine_tui.state import DashboardState, Gauges, Series
+from aioengine_tui.table_file import ExportTable
 from aioengine_tui.widgets.graph import bar, graph_lines
 from aioengine_tui.widgets.step_rows import STOP_WORDS, budget_bar, kind_tokens, step_header, step_line
 from aioengine_tui.widgets.text import Line, Part, fit_line, number, percent, rule, seconds, side_by_side
@@ -111,7 +111,7 @@ def _facts(state: DashboardState, gauges: Gauges, width: int) -> list[Line]:
     for label, value, role in counts:
         requests += [Part(f"  {label} " if requests else f"{label} ", "muted"), Part(str(value), role if value else "muted")]
     if gauges.acceptance_rate is not None:
-        requests += [Part("  guesses right ", "muted"), Part(percent(gauges.acceptance_rate), "good")]
+        requests += [Part("  draft tokens accepted ", "muted"), Part(percent(gauges.acceptance_rate), "good")]
         requests.append(Part(f" of {gauges.num_draft_tokens}", "muted"))
     used, total = gauges.num_used_blocks, max(1, gauges.num_total_blocks)
     shared = min(gauges.num_shared_blocks, used)

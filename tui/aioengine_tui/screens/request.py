@@ -7,10 +7,10 @@ import textwrap
 from typing import ClassVar
 
 from aioengine.sampling_params import SamplingParams
-from aioengine_tui.export import ExportTable
+from aioengine_tui.model.state import DashboardState, RequestRow
 from aioengine_tui.screens.base import PageView
 from aioengine_tui.session import Session
-from aioengine_tui.state import DashboardState, RequestRow
+from aioengine_tui.table_file import ExportTable
 from aioengine_tui.themes import Palette
 from aioengine_tui.widgets.request_table import state_role, state_text, token_bar
 from aioengine_tui.widgets.text import Line, Part, clean, fit, fit_line, number, rule, seconds, side_by_side

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 
-from aioengine_tui.export import ExportTable, Plain
+from aioengine_tui.model.state import DashboardState, StepRecord
 from aioengine_tui.screens.base import ListView
 from aioengine_tui.session import Session
-from aioengine_tui.state import DashboardState, StepRecord
+from aioengine_tui.table_file import ExportTable, Plain
 from aioengine_tui.themes import Palette
 from aioengine_tui.widgets.glyphs import KIND_LETTERS
 from aioengine_tui.widgets.lanes import lane_lines, lane_window
@@ -72,7 +72,7 @@ class StepView(ListView):
 
     def export_table(self, state: DashboardState) -> ExportTable:
         columns = ["step_id", "time", "tokens", "budget", *KINDS, "requests", "new", "resumed", "preempted", "finished"]
-        columns += ["allocated", "freed", "evicted", "admission_stop", "duration", "guesses", "right"]
+        columns += ["allocated", "freed", "evicted", "admission_stop", "duration", "draft tokens", "accepted"]
         rows: list[list[Plain]] = []
         for step in state.steps:
             tokens = kind_tokens(step)
@@ -88,7 +88,7 @@ def frame_lines(step: StepRecord, width: int, *, share_rows: int = 1, compact: b
     """The step as a frame: budget, kinds, why admission stopped, who came and went, and who got how many tokens."""
     state = "in flight" if step.in_flight else f"{seconds(step.duration)}, {step.num_new_tokens} new tokens"
     if step.num_draft_tokens:
-        state += f", {step.num_accepted_tokens} of {step.num_draft_tokens} guesses right"
+        state += f", {step.num_accepted_tokens} of {step.num_draft_tokens} draft tokens accepted"
     label = f"{step.num_tokens:>6}/{step.token_budget} "
     stop = "-" if step.is_cleanup_only else f"{step.admission_stop}: {STOP_WORDS.get(step.admission_stop, '')}"
     lines: list[Line] = [

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from aioengine.events.stream import SourceStatus
+from aioengine.events.sources.base import SourceStatus
+from aioengine_tui.model.state import DashboardState
 from aioengine_tui.session import Session
-from aioengine_tui.state import DashboardState
 from aioengine_tui.widgets.graph import bar
 from aioengine_tui.widgets.text import Line, Part, beside, clean, fit_line, fit_middle, line_text, seconds, width_of
 

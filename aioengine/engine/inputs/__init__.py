@@ -1,0 +1,1 @@
+"""Requests in: prompts and parameters checked, tokenised, admitted and handed to the core."""

@@ -1,0 +1,161 @@
+"""What the core tells observers: each event built and published once, and the last few kept for the log of a failure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from aioengine.core.scheduler import Scheduler
+from aioengine.core.scheduler_output import SchedulerOutput
+from aioengine.engine.loop.engine_snapshot import TextSource, build_snapshot
+from aioengine.engine.loop.failure_report import describe_event, describe_output
+from aioengine.events.bus import StepBus
+from aioengine.events.step_event import EngineSnapshot, Event, FinishedInfo, RequestInfo, StepEvent, StepResultEvent
+from aioengine.outputs import EngineCoreOutput, FinishReason, WorkerTiming
+from aioengine.printable import LogLines, get_logger, printable
+from aioengine.request import Request
+
+logger = get_logger(__name__)
+
+_NUM_EVENTS_KEPT = 32
+SNAPSHOT_INTERVAL = 2000
+"""Steps between two snapshots among the events: a reader of a long recording can begin at one."""
+
+
+class CoreEvents:
+    """Publishes the events of one core. Who came and who went is told once, with the next event that can carry it."""
+
+    def __init__(self, scheduler: Scheduler, bus: StepBus, *, text_source: TextSource | None) -> None:
+        self._scheduler = scheduler
+        self._bus = bus
+        self._text_source = text_source
+        self._token_budget = scheduler.config.max_num_batched_tokens
+        self._recent: deque[Event] = deque(maxlen=_NUM_EVENTS_KEPT)
+        self._requests: dict[str, Request] = {}  # the live ones; the scheduler forgets those that it ends itself
+        self._added: list[RequestInfo] = []
+        self._finished: list[FinishedInfo] = []
+        self._stats_before = scheduler.make_stats()  # as of the last result
+        self._is_behind = False  # an event is missing and no snapshot has told what it would have
+
+    # ------------------------------------------------------------------ who came and who went
+    def note_added(self, request: Request, *, prompt: str | None) -> None:
+        self._requests[request.request_id] = request
+        self._added.append(
+            RequestInfo(
+                request_id=request.request_id,
+                num_prompt_tokens=request.num_prompt_tokens,
+                max_tokens=request.max_tokens,
+                arrival_time=request.arrival_time,
+                priority=request.priority,
+                prompt=prompt,
+            )
+        )
+
+    def note_finished(self, request_id: str, reason: FinishReason, stop_reason: int | str | None) -> None:
+        request = self._requests.pop(request_id)
+        self._finished.append(FinishedInfo(request_id, reason, request.num_output_tokens, stop_reason))
+
+    @property
+    def has_news(self) -> bool:
+        """A request came or went, or more, and no event has told of it yet."""
+        return bool(self._added or self._finished or self._is_behind)
+
+    # ------------------------------------------------------------------ events
+    def publish_step(self, output: SchedulerOutput, *, queue_depth: int, schedule_start: float, schedule_end: float) -> None:
+        """A step was scheduled and handed to the worker. Times in seconds of `time.perf_counter()`."""
+        report = self._scheduler.take_report()
+        self._publish_news(
+            lambda: StepEvent(
+                step_id=output.step_id,
+                time=schedule_end,
+                output=output,
+                stats=self._scheduler.make_stats(),
+                admission_stop=report.admission_stop,
+                token_budget=self._token_budget,
+                block_changes=report.block_changes,
+                queue_depth=queue_depth,
+                schedule_start=schedule_start,
+                schedule_end=schedule_end,
+                added=self._added,
+                finished=self._finished,
+            )
+        )
+
+    def publish_result(
+        self,
+        step_id: int,
+        outputs: list[EngineCoreOutput],
+        *,
+        timing: WorkerTiming | None,
+        queue_depth: int,
+        update_start: float,
+        update_end: float,
+    ) -> None:
+        """The tokens of a step were taken in. Times in seconds of `time.perf_counter()`."""
+        stats, before = self._scheduler.make_stats(), self._stats_before
+        self._stats_before = stats
+        block_changes = self._scheduler.take_report().block_changes
+        self._publish_news(
+            lambda: StepResultEvent(
+                step_id=step_id,
+                time=update_end,
+                num_new_tokens={output.request_id: len(output.new_token_ids) for output in outputs},
+                stats=stats,
+                block_changes=block_changes,
+                queue_depth=queue_depth,
+                execute_start=timing.execute_start if timing else None,
+                execute_end=timing.execute_end if timing else None,
+                sample_start=timing.sample_start if timing else None,
+                sample_end=timing.sample_end if timing else None,
+                update_start=update_start,
+                update_end=update_end,
+                finished=self._finished,
+                added=self._added,
+                new_text=self._text_source.take_new_text() if self._text_source is not None else {},
+                num_draft_tokens=stats.num_draft_tokens - before.num_draft_tokens,
+                num_accepted_tokens=stats.num_accepted_tokens - before.num_accepted_tokens,
+            )
+        )
+
+    def publish_snapshot(self, *, in_flight: Iterable[SchedulerOutput], paused: bool) -> None:
+        """The full state, as it stands between two calls of the scheduler."""
+        self._publish(lambda: self.make_snapshot(in_flight=in_flight, paused=paused))
+
+    def wants_snapshot_at(self, step_id: int) -> bool:
+        return (step_id % SNAPSHOT_INTERVAL == 0 or self._is_behind) and self._bus.has_observers
+
+    def make_snapshot(self, *, in_flight: Iterable[SchedulerOutput], paused: bool) -> EngineSnapshot:
+        """As `publish_snapshot`, for one who asks."""
+        return build_snapshot(self._scheduler, in_flight=in_flight, paused=paused, text_source=self._text_source)
+
+    def _publish_news(self, make: Callable[[], Event]) -> None:
+        """Publish an event that tells who came and who went."""
+        if self._publish(make):
+            self._added, self._finished = [], []
+
+    def _publish(self, make: Callable[[], Event]) -> bool:
+        """Publish what `make` builds. False if it raises: what observers see ends no step, and a snapshot will tell the rest."""
+        try:
+            event = make()
+        except Exception:
+            if not self._is_behind:
+                logger.exception("an event could not be built; observers get a snapshot as soon as there is one")
+            self._is_behind = True
+            return False
+        self._is_behind = self._is_behind and not isinstance(event, EngineSnapshot)
+        self._recent.append(event)
+        self._bus.publish(event)
+        return True
+
+    def describe_recent(self) -> LogLines:
+        """The last events, one a line, for the log of a failure. Never raises."""
+        lines = "".join(f"\n  {describe(event)}" for event in self._recent)
+        return LogLines(f"the last {len(self._recent)} events:{lines}")
+
+
+def describe(subject: Event | SchedulerOutput) -> str:
+    """One line for the log of a failure. Never raises."""
+    try:
+        return printable(describe_output(subject) if isinstance(subject, SchedulerOutput) else describe_event(subject))
+    except Exception as exc:  # an integer of so many digits that Python does not write it out
+        return f"{type(subject).__name__} of step {subject.step_id}, which cannot be described: {printable(str(exc))}"

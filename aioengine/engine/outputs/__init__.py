@@ -1,0 +1,1 @@
+"""Outputs out: tokens become text, and text streams that users read."""

@@ -1,0 +1,1 @@
+"""Recordings: written step by step, read back all at once or place by place."""

@@ -1,0 +1,249 @@
+"""Folds the items of a stream into `StateData`, in the order in which the parts of an item depend on each other."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from aioengine.core.scheduler_output import BlockChanges, SchedulerOutput, SchedulerStats
+from aioengine.events.sources.base import Gap, SourceStatus
+from aioengine.events.step_event import EngineSnapshot, Event, StepEvent, StepResultEvent
+from aioengine.events.wire import WireHeader
+from aioengine_tui.model.log import name_some, plural
+from aioengine_tui.model.metrics import OverlapMeter
+from aioengine_tui.model.rows import Lanes, Share, StepRecord
+from aioengine_tui.model.state_data import StateData
+from aioengine_tui.model.transitions import fold_result_requests, fold_snapshot_requests, fold_step_requests, lists_agree, note_unseen_end
+
+
+def fold(data: StateData, item: WireHeader | Event | Gap | SourceStatus) -> None:
+    """Never raises because of what a lossy stream left out."""
+    match item:
+        case StepEvent():
+            _note_time(data, item.time)
+            _fold_step(data, item)
+        case StepResultEvent():
+            _note_time(data, item.time)
+            _fold_result(data, item)
+        case EngineSnapshot():
+            _note_time(data, item.time)
+            _fold_snapshot(data, item)
+        case WireHeader():
+            data.header = item
+            data.now = max(data.now, item.perf_counter)
+        case Gap():
+            _note_gap(data, item.num_dropped, item.reason)
+        case SourceStatus():
+            _fold_status(data, item)
+
+
+def _note_time(data: StateData, time: float) -> None:
+    data.num_events += 1
+    data.last_event_time = time
+    data.now = max(data.now, time)
+
+
+def _note_gap(data: StateData, num_dropped: int, reason: str) -> None:
+    """Events are missing: what is shown may be wrong until a snapshot comes."""
+    data.num_gaps += 1
+    data.num_dropped += num_dropped
+    data.out_of_sync = True
+    data.overlap_meter = OverlapMeter()
+    count = f"{num_dropped} events" if num_dropped else "an unknown number of events"
+    data.log.add(data.now, data.last_step_id or None, "stream", None, f"{count} missing: {reason}")
+
+
+def _fold_status(data: StateData, status: SourceStatus) -> None:
+    if status.state != data.status.state and status.state in ("lost", "ended"):
+        data.log.add(data.now, None, "stream", None, f"{status.state}: {status.detail}" if status.detail else status.state)
+    data.status = status
+
+
+# ---------------------------------------------------------------------------------------------------- a step was scheduled
+
+
+def _fold_step(data: StateData, event: StepEvent) -> None:
+    step_id, output = event.step_id, event.output
+    if step_id <= data.last_step_id:
+        return  # a snapshot already told more
+    _check_sequence(data, step_id)
+    data.last_step_id = step_id
+    data.num_in_flight = event.queue_depth
+    data.admission_stop = event.admission_stop
+    data.totals.num_steps += 1
+    if not lists_agree(output.scheduled_cached_reqs):
+        _note_gap(data, 0, f"step {step_id} came damaged")
+    shares = fold_step_requests(data, event)
+    _note_block_changes(data, event.block_changes, time=event.time, step_id=step_id)
+    _note_gauges(data, event.stats, time=event.time)
+    _measure(data, event, shares)
+    data.steps.append(_make_record(event, shares))
+
+
+def _check_sequence(data: StateData, step_id: int) -> None:
+    if data.out_of_sync:
+        return
+    num_missing = step_id - data.last_step_id - 1
+    if num_missing > 0:
+        if data.last_step_id:
+            _note_gap(data, num_missing, f"steps {data.last_step_id + 1} to {step_id - 1} were not seen")
+        elif data.stats is None:
+            _note_gap(data, 0, f"the stream begins at step {step_id}, without a snapshot")
+
+
+def _measure(data: StateData, event: StepEvent, shares: tuple[Share, ...]) -> None:
+    num_prompt = num_recomputed = 0
+    for _, kind, num_tokens, _ in shares:
+        if kind == "resumed":
+            num_recomputed += num_tokens
+        elif kind != "decode":
+            num_prompt += num_tokens
+    data.totals.num_prompt_tokens_computed += num_prompt
+    data.totals.num_recomputed_tokens += num_recomputed
+    data.rates.add(event.time, 1, num_prompt, 0)
+    bucket = data.histories.at(event.time)
+    bucket.steps += 1
+    bucket.prefill_tokens += num_prompt
+    data.overlap_meter.add_host(event.schedule_start, event.schedule_end)
+
+
+def _make_record(event: StepEvent, shares: tuple[Share, ...]) -> StepRecord:
+    output: SchedulerOutput = event.output
+    cached, changes = output.scheduled_cached_reqs, event.block_changes
+    resumed = cached.resumed_req_ids
+    return StepRecord(
+        step_id=event.step_id,
+        time=event.time,
+        token_budget=event.token_budget,
+        num_tokens=output.total_num_scheduled_tokens,
+        admission_stop=event.admission_stop,
+        shares=shares,
+        new_ids=tuple(new.req_id for new in output.scheduled_new_reqs),
+        cached_ids=tuple(req_id for req_id in cached.req_ids if req_id not in resumed) if resumed else tuple(cached.req_ids),
+        resumed_ids=tuple(req_id for req_id in cached.req_ids if req_id in resumed) if resumed else (),
+        preempted_ids=tuple(sorted(output.preempted_req_ids)),
+        finished_ids=tuple(sorted(output.finished_req_ids)),
+        num_allocated=len(changes.allocated),
+        num_freed=len(changes.freed),
+        num_evicted=len(changes.evicted),
+        queue_depth=event.queue_depth,
+        stats=event.stats,
+        lanes=Lanes(schedule=(event.schedule_start, event.schedule_end)),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- its tokens are back
+
+
+def _fold_result(data: StateData, event: StepResultEvent) -> None:
+    data.num_in_flight = event.queue_depth
+    fold_result_requests(data, event)
+    # What changes now shows beside the step that was scheduled last: that is the present.
+    _note_block_changes(data, event.block_changes, time=event.time, step_id=data.last_step_id or event.step_id)
+    _note_gauges(data, event.stats, time=event.time)
+    _measure_overlap(data, event)
+    _complete_record(data, event)
+
+
+def _measure_overlap(data: StateData, event: StepResultEvent) -> None:
+    data.overlap_meter.add_host(event.update_start, event.update_end)
+    start = event.execute_start if event.execute_start is not None else event.sample_start
+    end = event.sample_end if event.sample_end is not None else event.execute_end
+    if start is None or end is None:
+        return
+    host, hidden = data.overlap_meter.add_worker(start, end)
+    data.overlap.add(event.time, host, hidden)
+    bucket = data.histories.at(event.time)
+    bucket.host += host
+    bucket.hidden += hidden
+
+
+def _complete_record(data: StateData, event: StepResultEvent) -> None:
+    steps = data.steps
+    for index in range(len(steps) - 1, -1, -1):  # it is one of the latest
+        record = steps[index]
+        if record.step_id == event.step_id:
+            steps[index] = dataclasses.replace(
+                record,
+                num_new_tokens=sum(event.num_new_tokens.values()),
+                ended_ids=tuple(info.request_id for info in event.finished),
+                result_time=event.time,
+                num_draft_tokens=event.num_draft_tokens,
+                num_accepted_tokens=event.num_accepted_tokens,
+                lanes=Lanes(
+                    schedule=record.lanes.schedule,
+                    execute=_span(event.execute_start, event.execute_end),
+                    sample=_span(event.sample_start, event.sample_end),
+                    update=(event.update_start, event.update_end),
+                ),
+            )
+            return
+        if record.step_id < event.step_id:
+            return
+
+
+def _span(start: float | None, end: float | None) -> tuple[float, float] | None:
+    return None if start is None or end is None else (start, end)
+
+
+# ---------------------------------------------------------------------------------------------------- the whole truth between two events
+
+
+def _fold_snapshot(data: StateData, snapshot: EngineSnapshot) -> None:
+    is_first, was_out_of_sync = data.num_events == 1, data.out_of_sync
+    data.out_of_sync = False
+    data.last_step_id = max(data.last_step_id, snapshot.step_id)
+    data.num_in_flight = snapshot.num_in_flight
+    _note_paused(data, snapshot)
+    fold_snapshot_requests(data, snapshot, in_sync=not was_out_of_sync)
+    hashes: list[str] | list[None] = snapshot.cached_block_hashes or [None] * len(snapshot.cached_block_ids)
+    data.blocks.replace_all(
+        snapshot.stats.num_total_blocks,
+        tables=((request.request_id, request.block_ids) for request in snapshot.requests),
+        cached=dict(zip(snapshot.cached_block_ids, hashes, strict=False)),
+    )
+    _note_gauges(data, snapshot.stats, time=snapshot.time)
+    if is_first and snapshot.step_id:
+        text = f"this begins with a snapshot after step {snapshot.step_id}: what was before is not known"
+        data.log.add(snapshot.time, snapshot.step_id, "stream", None, text)
+    elif was_out_of_sync and not is_first:
+        data.log.add(snapshot.time, snapshot.step_id, "stream", None, "in step with the engine again, by a snapshot")
+
+
+def _note_paused(data: StateData, snapshot: EngineSnapshot) -> None:
+    if snapshot.paused != data.paused:
+        data.paused = snapshot.paused
+        text = "the engine is paused: no further step is scheduled" if snapshot.paused else "the engine goes on"
+        data.log.add(snapshot.time, snapshot.step_id, "engine", None, text)
+
+
+# ---------------------------------------------------------------------------------------------------- what every event carries
+
+
+def _note_block_changes(data: StateData, changes: BlockChanges, *, time: float, step_id: int) -> None:
+    if changes.evicted:
+        data.blocks.evict(changes.evicted)
+        data.totals.num_evicted_blocks += len(changes.evicted)
+        text = f"{plural(len(changes.evicted), 'cached block')} evicted: {name_some(changes.evicted)}"
+        data.log.add(time, step_id, "evicted", None, text)
+    if changes.cached:
+        data.blocks.cache(changes.cached, changes.cached_hashes or [None] * len(changes.cached))
+    if changes.allocated or changes.freed:
+        data.blocks.note_changes(step_id=step_id, allocated=changes.allocated, released=changes.freed)
+
+
+def _note_gauges(data: StateData, stats: SchedulerStats, *, time: float) -> None:
+    """Absolute numbers, which every event carries. They also end rows that a lossy stream left behind."""
+    before, data.stats = data.stats, stats
+    data.blocks.resize(stats.num_total_blocks)
+    bucket = data.histories.at(time)
+    bucket.kv_usage = stats.kv_cache_usage
+    bucket.running = stats.num_running_reqs
+    bucket.waiting = stats.num_waiting_reqs - stats.num_preempted_reqs
+    bucket.preempted = stats.num_preempted_reqs
+    if before is not None:
+        bucket.queries += max(0, stats.prefix_cache_queries - before.prefix_cache_queries)
+        bucket.hits += max(0, stats.prefix_cache_hits - before.prefix_cache_hits)
+    if data.out_of_sync and not stats.num_running_reqs and not stats.num_waiting_reqs:
+        for row in [row for row in data.requests.values() if row.is_live]:
+            note_unseen_end(data, row, time=time, step_id=data.last_step_id)
+        data.out_of_sync = False  # nothing lives, so nothing can be wrong

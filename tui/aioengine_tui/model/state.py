@@ -1,0 +1,320 @@
+"""`DashboardState`: everything the dashboard shows, folded from the event stream without drawing anything.
+
+    state = DashboardState()
+    async for item in source:      # any StepSource: an engine in this process, a socket, a recording
+        state.apply(item)
+    state.tick(source.now())       # on the screen's timer: lets rates fall to zero when no events come
+    gauges = state.gauges()
+
+`apply()` depends on nothing but the items, so the same items give the same state; reading never changes it. All times
+are seconds of the engine's `time.perf_counter()`. Memory is bounded whatever the length of the run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from aioengine.core.scheduler_output import AdmissionStop, SchedulerStats
+from aioengine.events.sources.base import CopyWanted, Restored, SourceStatus, StreamItem
+from aioengine.events.wire import WireHeader
+from aioengine_tui.model.blocks import BLOCK_STATES, BlockInfo, BlockMap, BlockState
+from aioengine_tui.model.fold import fold
+from aioengine_tui.model.log import LOG_KINDS, LogBook, LogKind, LogLine
+from aioengine_tui.model.metrics import HISTORY_LENGTH, SERIES, Series
+from aioengine_tui.model.rows import Lanes, Milestone, RequestRow, RequestState, Share, ShareKind, StepRecord
+from aioengine_tui.model.state_data import Limits, StateData, Totals
+
+__all__ = [
+    "BLOCK_STATES",
+    "LOG_KINDS",
+    "SERIES",
+    "BlockInfo",
+    "BlockMap",
+    "BlockState",
+    "DashboardState",
+    "Gauges",
+    "Lanes",
+    "LogBook",
+    "LogKind",
+    "LogLine",
+    "Milestone",
+    "RequestRow",
+    "RequestState",
+    "Series",
+    "Share",
+    "ShareKind",
+    "StepRecord",
+    "Totals",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Gauges:
+    """The numbers of the overview at one moment. None: nothing was measured."""
+
+    now: float
+    uptime: float | None  # seconds since the engine started, if the header is known
+    steps_per_s: float
+    prefill_tokens_per_s: float  # of prompts; what preemptions make necessary again is in Totals.num_recomputed_tokens
+    decode_tokens_per_s: float  # sampled and accepted
+    num_running: int
+    num_waiting: int  # without the preempted ones
+    num_preempted: int
+    num_cleaning_up: int
+    kv_cache_usage: float  # 0..1
+    num_used_blocks: int
+    num_free_blocks: int  # cached ones included
+    num_cached_blocks: int  # owned or not
+    num_shared_blocks: int
+    num_total_blocks: int
+    prefix_hit_rate: float | None  # 0..1, of the tokens that the last 1000 requests looked up
+    acceptance_rate: float | None  # 0..1, of all draft tokens that were checked since the engine started
+    num_draft_tokens: int  # those draft tokens
+    ttft_p50: float | None  # seconds, of the last minute
+    ttft_p95: float | None
+    itl_p50: float | None
+    itl_p95: float | None
+    overlap_efficiency: float | None  # 0..1: share of schedule and update time during which the worker computed
+    num_in_flight: int  # steps
+    admission_stop: AdmissionStop | None  # of the latest step
+    paused: bool  # the engine, by its user; not the view
+    stale: bool
+    num_dropped: int  # events that this viewer lost
+    num_gaps: int
+
+
+class DashboardState:
+    """Reads what has been folded: see the module's text. Only `apply()` and `tick()` change it."""
+
+    __slots__ = ("data",)
+
+    def __init__(self, *, max_steps: int = 120, max_finished: int = 512, max_log_lines: int = 2000) -> None:
+        self.data = StateData.create(Limits(max_steps=max_steps, max_finished=max_finished, max_log_lines=max_log_lines))
+
+    # ------------------------------------------------------------------ folding
+    def apply(self, item: StreamItem) -> None:
+        """Take in one item of the stream. Never raises because of what a lossy stream left out."""
+        match item:
+            case Restored():
+                self._become(item.state.data)
+            case CopyWanted():
+                item.answer(self.copy())
+            case WireHeader() if self.header is not None and item.perf_counter != self.header.perf_counter:
+                # Another engine answers at this address: nothing of the old one is true any more.
+                log = self.log
+                self._become(StateData.create(self.data.limits))
+                self.data.log = log
+                log.add(item.perf_counter, None, "stream", None, "another engine answers: starting over")
+                fold(self.data, item)
+            case _:
+                fold(self.data, item)
+
+    def tick(self, now: float) -> None:
+        """Let the engine's clock move on without events. It never goes back."""
+        self.data.now = max(self.data.now, now)
+
+    def _become(self, data: StateData) -> None:
+        """Go on from other data; how the stream stands is known here only."""
+        self.data = dataclasses.replace(data, status=self.status)
+
+    def copy(self) -> DashboardState:
+        """An independent state, for checkpoints of a replay and for a frozen view."""
+        other = object.__new__(DashboardState)
+        other.data = self.data.copy()
+        return other
+
+    # ------------------------------------------------------------------ what was folded
+    @property
+    def header(self) -> WireHeader | None:
+        return self.data.header
+
+    @property
+    def status(self) -> SourceStatus:
+        return self.data.status
+
+    @property
+    def stats(self) -> SchedulerStats | None:
+        return self.data.stats
+
+    @property
+    def now(self) -> float:
+        """The engine's clock as far as known: the latest event, or tick()."""
+        return self.data.now
+
+    @property
+    def last_event_time(self) -> float | None:
+        return self.data.last_event_time
+
+    @property
+    def last_step_id(self) -> int:
+        """Scheduled; 0: none seen."""
+        return self.data.last_step_id
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps."""
+        return self.data.num_in_flight
+
+    @property
+    def paused(self) -> bool:
+        """The engine, by its user."""
+        return self.data.paused
+
+    @property
+    def admission_stop(self) -> AdmissionStop | None:
+        """Of the latest step."""
+        return self.data.admission_stop
+
+    @property
+    def requests(self) -> dict[str, RequestRow]:
+        """Live ones and those being cleaned up, by arrival."""
+        return self.data.requests
+
+    @property
+    def finished(self) -> dict[str, RequestRow]:
+        """The latest that ended, oldest first."""
+        return self.data.finished
+
+    @property
+    def steps(self) -> deque[StepRecord]:
+        """Oldest first."""
+        return self.data.steps
+
+    @property
+    def blocks(self) -> BlockMap:
+        return self.data.blocks
+
+    @property
+    def log(self) -> LogBook:
+        return self.data.log
+
+    @property
+    def totals(self) -> Totals:
+        return self.data.totals
+
+    @property
+    def num_events(self) -> int:
+        return self.data.num_events
+
+    @property
+    def num_dropped(self) -> int:
+        """Events lost on the way here, as far as they can be counted."""
+        return self.data.num_dropped
+
+    @property
+    def num_gaps(self) -> int:
+        return self.data.num_gaps
+
+    @property
+    def out_of_sync(self) -> bool:
+        """Events are missing and no snapshot has come yet."""
+        return self.data.out_of_sync
+
+    # ------------------------------------------------------------------ reading
+    @property
+    def model(self) -> str:
+        return self.header.model if self.header is not None else ""
+
+    def config(self, section: str, name: str) -> Any:
+        """A resolved setting of the engine, such as ("cache", "block_size"); section "" for the top level; None if unknown."""
+        found: Any = self.header.config if self.header is not None else {}
+        if section:
+            found = found.get(section) or {}
+        return found.get(name) if isinstance(found, dict) else None
+
+    @property
+    def block_size(self) -> int | None:
+        """Tokens in a KV block."""
+        value = self.config("cache", "block_size")
+        return value if isinstance(value, int) else None
+
+    @property
+    def is_stale(self) -> bool:
+        """What is shown may not be the engine's present state: events are missing, or the engine cannot be reached."""
+        return self.out_of_sync or self.status.state in ("lost", "connecting") or (self.status.state == "ended" and bool(self.requests))
+
+    @property
+    def current(self) -> StepRecord | None:
+        """The step that was scheduled last."""
+        return self.steps[-1] if self.steps else None
+
+    def step(self, step_id: int) -> StepRecord | None:
+        """A step that is still kept."""
+        if not self.steps:
+            return None
+        index = len(self.steps) - 1 - (self.steps[-1].step_id - step_id)
+        if 0 <= index < len(self.steps) and self.steps[index].step_id == step_id:
+            return self.steps[index]
+        return next((record for record in self.steps if record.step_id == step_id), None)
+
+    def row(self, request_id: str) -> RequestRow | None:
+        """A request, live or among the latest finished ones."""
+        return self.requests.get(request_id) or self.finished.get(request_id)
+
+    def rows(self, *, finished: bool = True) -> Iterator[RequestRow]:
+        """Live ones by arrival, then, newest first, the finished ones."""
+        yield from self.requests.values()
+        if finished:
+            yield from reversed(self.finished.values())
+
+    def share_of(self, row: RequestRow) -> tuple[int, ShareKind] | None:
+        """Tokens and kind of a request's share in the latest step; None if it has none."""
+        if row.last_step_id != self.last_step_id or row.last_step_kind is None:
+            return None
+        return row.last_step_tokens, row.last_step_kind
+
+    def block(self, block_id: int, *, recent_steps: int = 0) -> BlockInfo:
+        """One block, for a cursor. Raises IndexError for an id outside 1..num_blocks."""
+        owners = self.blocks.owners(block_id)
+        last_use = max((row.last_step_id for owner in owners if (row := self.requests.get(owner)) is not None), default=None)
+        return self.blocks.info(block_id, last_use_step=last_use, step_id=self.last_step_id, recent_steps=recent_steps)
+
+    def block_codes(self, *, recent_steps: int = 0) -> bytes:
+        """One code a block, index 0 is block 1; `BLOCK_STATES[code]` names it."""
+        return self.blocks.codes(step_id=self.last_step_id, recent_steps=recent_steps)
+
+    def history(self, series: Series, length: int = HISTORY_LENGTH) -> list[float | None]:
+        """The newest `length` values (at most 240), oldest first, one each half second."""
+        return self.data.histories.values(series, self.now, length)
+
+    def gauges(self) -> Gauges:
+        stats = self.stats or SchedulerStats(0, 0, 0, 0, 0, 0, 0, 0, 0)
+        steps, prefill, decode = self.data.rates.rates(self.now)
+        host, hidden = self.data.overlap.sums(self.now)
+        ttft_p50, ttft_p95 = self.data.ttfts.percentiles(self.now, 0.5, 0.95)
+        itl_p50, itl_p95 = self.data.itls.percentiles(self.now, 0.5, 0.95)
+        return Gauges(
+            now=self.now,
+            uptime=None if self.header is None else max(0.0, self.now - self.header.perf_counter),
+            steps_per_s=steps,
+            prefill_tokens_per_s=prefill,
+            decode_tokens_per_s=decode,
+            num_running=stats.num_running_reqs,
+            num_waiting=stats.num_waiting_reqs - stats.num_preempted_reqs,
+            num_preempted=stats.num_preempted_reqs,
+            num_cleaning_up=sum(row.state == "cleaning_up" for row in self.requests.values()),
+            kv_cache_usage=stats.kv_cache_usage,
+            num_used_blocks=stats.num_used_blocks,
+            num_free_blocks=stats.num_free_blocks,
+            num_cached_blocks=stats.num_cached_blocks,
+            num_shared_blocks=self.blocks.num_shared,
+            num_total_blocks=stats.num_total_blocks,
+            prefix_hit_rate=stats.prefix_cache_hit_rate,
+            acceptance_rate=stats.acceptance_rate,
+            num_draft_tokens=stats.num_draft_tokens,
+            ttft_p50=ttft_p50,
+            ttft_p95=ttft_p95,
+            itl_p50=itl_p50,
+            itl_p95=itl_p95,
+            overlap_efficiency=min(1.0, hidden / host) if host > 0 else None,
+            num_in_flight=self.num_in_flight,
+            admission_stop=self.admission_stop,
+            paused=self.paused,
+            stale=self.is_stale,
+            num_dropped=self.num_dropped,
+            num_gaps=self.num_gaps,
+        )

@@ -1,0 +1,402 @@
+"""What happens to requests: they arrive, are scheduled and preempted, get tokens, end, and are forgotten by the worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from aioengine.core.scheduler_output import CachedRequestData, NewRequestData
+from aioengine.events.step_event import EngineSnapshot, FinishedInfo, RequestInfo, RequestSnapshot, StepEvent, StepResultEvent
+from aioengine_tui.model.log import end_words, name_some, plural
+from aioengine_tui.model.rows import Milestone, MilestoneKind, RequestRow, RequestState, Share, ShareKind
+from aioengine_tui.model.state_data import StateData
+
+_STATES: dict[str, RequestState] = {"WAITING": "waiting", "RUNNING": "running", "PREEMPTED": "preempted"}
+
+
+# ---------------------------------------------------------------------------------------------------- by event
+def fold_step_requests(data: StateData, event: StepEvent) -> tuple[Share, ...]:
+    """What a scheduled step does to requests; returns their shares of it in the order of the batch."""
+    for info in event.added:
+        _note_arrival(data, info)
+    for finished in event.finished:
+        _note_finished(data, finished, time=event.schedule_start, step_id=event.step_id)
+    if event.output.preempted_req_ids:
+        _note_preempted(data, event)
+    shares = _note_scheduled(data, event)
+    _note_told(data, sorted(event.output.finished_req_ids), time=event.time, step_id=event.step_id)
+    return shares
+
+
+def fold_result_requests(data: StateData, event: StepResultEvent) -> None:
+    """What the tokens of a step do to requests."""
+    for arrival in event.added:
+        _note_arrival(data, arrival)
+    _note_tokens(data, event)
+    for request_id, text in event.new_text.items():
+        if (row := data.requests.get(request_id)) is not None:
+            row.add_text(text)
+    for info in event.finished:
+        _note_finished(data, info, time=event.time, step_id=event.step_id)
+    _note_cleaned_up(data, time=event.time, step_id=event.step_id)
+
+
+def fold_snapshot_requests(data: StateData, snapshot: EngineSnapshot, *, in_sync: bool) -> None:
+    """Take over the requests of a snapshot; those that it does not have are gone. in_sync: nothing was missed before it."""
+    for request in snapshot.requests:
+        _note_request_snapshot(data, request, snapshot, in_sync=in_sync)
+    _note_lingering(data, snapshot)
+    known = {request.request_id for request in snapshot.requests} | snapshot.lingering.keys()
+    for row in [row for row in data.requests.values() if row.request_id not in known]:
+        note_unseen_end(data, row, time=snapshot.time, step_id=snapshot.step_id)
+
+
+def lists_agree(cached: CachedRequestData) -> bool:
+    """The lists are parallel, as in anything that an engine sends."""
+    return len(cached.req_ids) == len(cached.num_computed_tokens) == len(cached.new_block_ids)
+
+
+# ---------------------------------------------------------------------------------------------------- arrival
+
+
+def _find_or_make_row(data: StateData, request_id: str, *, time: float) -> RequestRow:
+    """The live row; a blank one if the stream left out its arrival."""
+    row = data.requests.get(request_id)
+    if row is None:
+        data.finished.pop(request_id, None)  # the name is used again
+        row = data.requests[request_id] = RequestRow(request_id, arrival_time=time)
+        data.totals.num_arrived += 1
+    return row
+
+
+def _note_arrival(data: StateData, info: RequestInfo) -> None:
+    row = data.requests.get(info.request_id)
+    if row is not None and row.is_live:  # a snapshot was quicker
+        row.prompt = row.prompt or info.prompt
+        return
+    if row is not None:  # the name is used again while the old one's clean-up went unseen
+        _retire(data, row)
+    row = _find_or_make_row(data, info.request_id, time=info.arrival_time)
+    row.num_prompt_tokens = info.num_prompt_tokens
+    row.max_tokens = info.max_tokens
+    row.priority = info.priority
+    row.prompt = info.prompt
+    _add_milestone(
+        row, info.arrival_time, None, "queued", f"{plural(info.num_prompt_tokens, 'prompt token')}, up to {info.max_tokens} more"
+    )
+    text = f"arrived with {plural(info.num_prompt_tokens, 'prompt token')}, up to {plural(info.max_tokens, 'token')} to generate"
+    data.log.add(info.arrival_time, None, "arrived", info.request_id, text)
+
+
+# ---------------------------------------------------------------------------------------------------- scheduling
+
+
+def _note_preempted(data: StateData, event: StepEvent) -> None:
+    cached = event.output.scheduled_cached_reqs
+    takers = [req_id for req_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=False) if block_ids is not None]
+    admitted = [new.req_id for new in event.output.scheduled_new_reqs] + sorted(cached.resumed_req_ids)
+    was_reset = bool(event.output.preempted_req_ids & cached.resumed_req_ids)  # nobody took its place: it is back in the same step
+    if was_reset or (not admitted and event.admission_stop != "preempted"):  # nor did this step lack blocks
+        why = "the prefix cache was reset"
+    elif admitted:  # a step that preempts for lack of blocks admits nobody
+        why = f"the more urgent {name_some(admitted, 3)} took its place"
+    elif takers:
+        why = f"no block was free and {name_some(takers, 3)} needed {'more' if len(takers) > 1 else 'one more'}"
+    else:
+        why = "no block was free for its own next token"
+    for req_id in sorted(event.output.preempted_req_ids):
+        row = _find_or_make_row(data, req_id, time=event.time)
+        if row.state == "preempted":
+            continue  # between two steps, and a snapshot came before the step that tells the worker
+        num_computed, row.num_computed_tokens = row.num_computed_tokens, 0
+        num_blocks = _release_blocks(data, row, step_id=event.step_id)
+        row.state = "preempted"
+        row.num_preemptions += 1
+        data.totals.num_preemptions += 1
+        _add_milestone(row, event.time, event.step_id, "preempted", f"{why}; it gave {plural(num_blocks, 'block')}")
+        text = f"preempted because {why}: {plural(num_blocks, 'block')} given back, {num_computed} computed tokens lost"
+        data.log.add(event.time, event.step_id, "preempted", req_id, text)
+
+
+def _note_scheduled(data: StateData, event: StepEvent) -> tuple[Share, ...]:
+    """Move the rows on; returns the shares in the order of the batch."""
+    output = event.output
+    shares = _fold_cached(data, event)
+    if not output.scheduled_new_reqs and not output.scheduled_cached_reqs.resumed_req_ids:
+        return tuple(shares)  # the common case: already in order
+    shares += [_admit(data, new, event) for new in output.scheduled_new_reqs]
+    by_id = {share.request_id: share for share in shares}
+    return tuple(by_id[req_id] for req_id in output.num_scheduled_tokens if req_id in by_id)
+
+
+def _fold_cached(data: StateData, event: StepEvent) -> list[Share]:
+    cached, step_id = event.output.scheduled_cached_reqs, event.step_id
+    rows, num_scheduled, starts = data.requests, event.output.num_scheduled_tokens, cached.num_computed_tokens
+    shares: list[Share] = []
+    kind: ShareKind
+    if not lists_agree(cached):
+        return shares
+    for index, req_id in enumerate(cached.req_ids):
+        row = rows.get(req_id)
+        if row is None:
+            row = _find_or_make_row(data, req_id, time=event.time)
+        if cached.resumed_req_ids and req_id in cached.resumed_req_ids:
+            _resume(data, row, event, index)
+        elif (added := cached.new_block_ids[index]) is not None:
+            _give_blocks(data, row, added[0], replace=False)
+        num_tokens, start = num_scheduled.get(req_id, 0), starts[index]
+        end = start + num_tokens
+        if start < row.recompute_until:
+            kind = row.last_step_kind = "resumed"
+            if end >= row.recompute_until:
+                _add_milestone(row, event.time, step_id, "recomputed", f"up to token {row.recompute_until}")
+                row.recompute_until = 0
+        elif start < row.num_prompt_tokens:
+            kind = row.last_step_kind = "chunk"
+            _add_milestone(row, event.time, step_id, "chunk", f"tokens {start} to {end - 1} of {row.num_prompt_tokens}")
+        else:
+            kind = row.last_step_kind = "decode"
+        if row.state == "waiting":  # its admission was not seen
+            row.state = "running"
+        row.num_computed_tokens = end
+        row.last_step_id, row.last_step_tokens = step_id, num_tokens
+        shares.append(Share(req_id, kind, num_tokens, start))
+    return shares
+
+
+def _resume(data: StateData, row: RequestRow, event: StepEvent, index: int) -> None:
+    cached = event.output.scheduled_cached_reqs
+    row.state = "running"
+    row.recompute_until = len(cached.all_token_ids.get(row.request_id, ())) or row.num_tokens
+    added = cached.new_block_ids[index]
+    _give_blocks(data, row, list(added[0]) if added is not None else [], replace=True)
+    start = cached.num_computed_tokens[index]
+    text = f"{start} of {row.recompute_until} tokens found in the prefix cache, {plural(len(row.block_ids), 'block')}"
+    _add_milestone(row, event.time, event.step_id, "resumed", text)
+    data.log.add(event.time, event.step_id, "resumed", row.request_id, f"resumed after a preemption: {text}")
+
+
+def _admit(data: StateData, new: NewRequestData, event: StepEvent) -> Share:
+    row = _find_or_make_row(data, new.req_id, time=event.time)
+    num_prompt, start = len(new.prompt_token_ids), new.num_computed_tokens
+    num_tokens = event.output.num_scheduled_tokens.get(new.req_id, 0)
+    row.state = "running"
+    row.num_prompt_tokens = num_prompt
+    row.num_cached_tokens = start
+    row.num_computed_tokens = start + num_tokens
+    row.sampling_params = new.sampling_params
+    row.max_tokens = row.max_tokens or new.sampling_params.max_tokens or 0
+    _give_blocks(data, row, list(new.block_ids[0]), replace=True)
+    row.last_step_id, row.last_step_tokens = event.step_id, num_tokens
+    kind = row.last_step_kind = "prefill" if start + num_tokens >= num_prompt else "chunk"
+    text = f"{start} of {num_prompt} prompt tokens from the prefix cache, {num_tokens} scheduled, {plural(len(row.block_ids), 'block')}"
+    _add_milestone(row, event.time, event.step_id, "scheduled", text)
+    data.log.add(event.time, event.step_id, "admitted", new.req_id, f"admitted: {text}")
+    return Share(new.req_id, kind, num_tokens, start)
+
+
+# ---------------------------------------------------------------------------------------------------- tokens
+
+
+def _note_tokens(data: StateData, event: StepResultEvent) -> None:
+    rows, time = data.requests, event.time
+    num_tokens = 0
+    gaps: dict[float, int] = {}  # time of the previous token -> tokens that followed it: nearly all rows share one
+    for req_id, num_new in event.num_new_tokens.items():
+        row = rows.get(req_id)
+        num_tokens += num_new
+        if row is None or num_new == 0:
+            continue
+        last_time = row.last_token_time
+        if last_time is not None:
+            gaps[last_time] = gaps.get(last_time, 0) + 1
+        elif row.num_output_tokens == 0:
+            _note_first_token(data, row, event)
+        row.num_output_tokens += num_new
+        if event.num_draft_tokens:  # what was computed for rejected draft tokens does not count; no step behind this one is in flight
+            row.num_computed_tokens = min(row.num_computed_tokens, row.num_tokens - 1)
+        row.last_token_time = time
+    data.totals.num_output_tokens += num_tokens
+    if not num_tokens:
+        return
+    data.rates.add(time, 0, 0, num_tokens)
+    bucket = data.histories.at(time)
+    bucket.decode_tokens += num_tokens
+    for last_time, count in gaps.items():
+        data.itls.add(time, time - last_time, count)
+        bucket.itl_sum += (time - last_time) * count
+        bucket.itl_count += count
+
+
+def _note_first_token(data: StateData, row: RequestRow, event: StepResultEvent) -> None:
+    row.first_token_time = event.time
+    ttft = event.time - row.arrival_time
+    _add_milestone(row, event.time, event.step_id, "first_token", f"{ttft * 1e3:.1f} ms after it arrived")
+    data.ttfts.add(event.time, ttft)
+    bucket = data.histories.at(event.time)
+    bucket.ttft_sum += ttft
+    bucket.ttft_count += 1
+
+
+# ---------------------------------------------------------------------------------------------------- the end
+
+
+def _note_finished(data: StateData, info: FinishedInfo, *, time: float, step_id: int) -> None:
+    """A request ended: its blocks return at once, the worker is told in the next step."""
+    row = data.requests.get(info.request_id)
+    if row is None or not row.is_live:
+        _complete_reason(data, row, info)
+        return
+    row.finish_time = time
+    row.finish_reason, row.stop_reason = info.finish_reason, info.stop_reason
+    row.num_output_tokens = info.num_output_tokens
+    row.state = "cleaning_up"
+    _count_end(data, info)
+    num_blocks = _release_blocks(data, row, step_id=step_id)
+    returned = f"; {plural(num_blocks, 'block')} returned" if num_blocks else ""
+    text = f"{end_words(info)} after {plural(info.num_output_tokens, 'token')}"
+    _add_milestone(row, time, step_id, "finished", text + returned)
+    data.log.add(time, step_id, "aborted" if info.finish_reason == "abort" else "finished", info.request_id, text)
+    if num_blocks:
+        data.log.add(time, step_id, "freed", info.request_id, f"{plural(num_blocks, 'block')} let go of")
+    if row.last_step_id == 0:  # never scheduled: the worker does not know it
+        _retire(data, row)
+
+
+def _count_end(data: StateData, info: FinishedInfo) -> None:
+    data.totals.num_finished += 1
+    data.totals.num_aborted += info.finish_reason == "abort"
+    data.totals.num_errors += info.finish_reason == "error"
+
+
+def _complete_reason(data: StateData, row: RequestRow | None, info: FinishedInfo) -> None:
+    """The end was seen before, in a snapshot, and the reason comes now."""
+    old = row or data.finished.get(info.request_id)
+    if old is None or old.finish_reason is not None:
+        return
+    new = old.copy()  # a finished row may be shared with copies of the state
+    new.finish_reason, new.stop_reason, new.num_output_tokens = info.finish_reason, info.stop_reason, info.num_output_tokens
+    (data.requests if row is not None else data.finished)[info.request_id] = new
+    data.totals.num_aborted += info.finish_reason == "abort"
+    data.totals.num_errors += info.finish_reason == "error"
+
+
+def _note_told(data: StateData, request_ids: Sequence[str], *, time: float, step_id: int) -> None:
+    """A step that tells the worker to forget these was handed over."""
+    for request_id in request_ids:
+        row = data.requests.get(request_id)
+        if row is not None and not row.is_live:
+            row.told_in_step = step_id
+            _add_milestone(row, time, step_id, "told_worker", f"in finished_req_ids of step {step_id}")
+            data.log.add(time, step_id, "told", request_id, f"leaves: step {step_id} tells the worker to forget it")
+
+
+def _note_cleaned_up(data: StateData, *, time: float, step_id: int) -> None:
+    """The worker has run a step, so it has forgotten whom that step, or one before, named."""
+    gone = [row for row in data.requests.values() if row.told_in_step is not None and row.told_in_step <= step_id]
+    for row in gone:
+        _add_milestone(row, time, step_id, "cleaned_up", f"step {step_id} came back")
+        data.log.add(time, step_id, "cleaned_up", row.request_id, "cleaned up on the worker")
+        _retire(data, row)
+
+
+def note_unseen_end(data: StateData, row: RequestRow, *, time: float, step_id: int) -> None:
+    """It is no longer there, and the stream did not say why (yet)."""
+    _release_blocks(data, row, step_id=step_id)
+    if row.is_live:
+        row.finish_time = time
+        data.totals.num_finished += 1
+        _add_milestone(row, time, step_id, "finished", "its end was not seen")
+    _retire(data, row)
+
+
+def _retire(data: StateData, row: RequestRow) -> None:
+    """Move a row to the ring of finished ones."""
+    row.state = "finished"
+    data.requests.pop(row.request_id, None)
+    data.finished.pop(row.request_id, None)
+    data.finished[row.request_id] = row
+    while len(data.finished) > data.limits.max_finished:
+        del data.finished[next(iter(data.finished))]
+
+
+# ---------------------------------------------------------------------------------------------------- what a snapshot says
+
+
+def _note_request_snapshot(data: StateData, request: RequestSnapshot, snapshot: EngineSnapshot, *, in_sync: bool) -> None:
+    row = data.requests.get(request.request_id)
+    was_followed = in_sync and row is not None and row.is_live
+    if row is None or not row.is_live:
+        if row is not None:
+            note_unseen_end(data, row, time=snapshot.time, step_id=snapshot.step_id)
+        row = _find_or_make_row(data, request.request_id, time=request.arrival_time)
+        _add_milestone(row, request.arrival_time, None, "queued", f"{request.num_prompt_tokens} prompt tokens")
+    row.state = _STATES.get(request.status, "running")
+    row.num_prompt_tokens = request.num_prompt_tokens
+    row.num_cached_tokens = max(0, request.num_cached_tokens)
+    row.num_computed_tokens = request.num_computed_tokens
+    row.num_output_tokens = request.num_output_tokens
+    row.max_tokens = request.max_tokens
+    row.priority = request.priority
+    row.num_preemptions = request.num_preemptions
+    row.sampling_params = request.sampling_params or row.sampling_params
+    row.prompt = request.prompt if request.prompt is not None else row.prompt
+    row.text = request.text or row.text
+    row.block_ids = list(request.block_ids)
+    row.num_peak_blocks = max(row.num_peak_blocks, len(row.block_ids))
+    if row.last_step_id == 0 and request.num_cached_tokens >= 0:
+        row.last_step_id = snapshot.step_id  # it has been scheduled, so the worker knows it; when, is not told
+    if not was_followed:
+        _estimate_recomputing(row)
+
+
+def _estimate_recomputing(row: RequestRow) -> None:
+    """No token is sampled while old ones are computed again, so all that are known are old ones.
+
+    Just one missing is what decoding looks like with no step in flight: the latest token goes through the model next.
+    """
+    if row.state == "running" and row.num_preemptions and row.num_computed_tokens < row.num_tokens - 1:
+        row.recompute_until = row.num_tokens
+    else:
+        row.recompute_until = 0
+
+
+def _note_lingering(data: StateData, snapshot: EngineSnapshot) -> None:
+    """Requests that ended, and that the worker still has to forget."""
+    for request_id, told_in_step in snapshot.lingering.items():
+        row = data.requests.get(request_id)
+        if row is None:
+            row = _find_or_make_row(data, request_id, time=snapshot.time)
+            row.last_step_id = snapshot.step_id
+        if row.is_live:
+            row.state = "cleaning_up"
+            row.finish_time = snapshot.time
+            row.block_ids = []
+            data.totals.num_finished += 1
+        row.told_in_step = told_in_step or None
+
+
+# ---------------------------------------------------------------------------------------------------- blocks and words
+
+
+def _release_blocks(data: StateData, row: RequestRow, *, step_id: int) -> int:
+    """Take its blocks away; returns how many it had."""
+    num_blocks = len(row.block_ids)
+    data.blocks.remove_owner(row.request_id, row.block_ids, step_id=step_id)
+    row.block_ids = []
+    return num_blocks
+
+
+def _give_blocks(data: StateData, row: RequestRow, block_ids: list[int], *, replace: bool) -> None:
+    """More blocks for a request, or another table."""
+    if replace and row.block_ids:
+        data.blocks.remove_owner(row.request_id, row.block_ids, step_id=data.last_step_id)
+        row.block_ids = []
+    row.block_ids += block_ids
+    row.num_peak_blocks = max(row.num_peak_blocks, len(row.block_ids))
+    data.blocks.add_owner(row.request_id, block_ids)
+
+
+def _add_milestone(row: RequestRow, time: float, step_id: int | None, kind: MilestoneKind, detail: str = "") -> None:
+    if len(row.timeline) == row.timeline.maxlen:
+        row.num_milestones_dropped += 1
+    row.timeline.append(Milestone(time, step_id, kind, detail))
