@@ -80,7 +80,7 @@ def staged_sampling(
     token_table: torch.Tensor,  # [max_num_reqs, max_model_len] int32, which holds this step's tokens
 ) -> StagedSampling:
     """The tensors, and what the host decides by."""
-    rows = (batch.num_logprobs >= 0).nonzero()[0]
+    rows, _edits = (batch.num_logprobs >= 0).nonzero()[0], batch.logit_edits
     has_filter = (batch.top_k > 0) | (batch.top_p < 1) | np.isfinite(batch.log_min_p)
     return StagedSampling(
         **sent["sampling"],
