@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from aioengine_kernels._triton import cdiv, jit, next_power_of_2, tl, use_triton
+from aioengine_kernels._triton import cdiv, dispatcher, jit, next_power_of_2, tl
 from aioengine_kernels.inverse_cdf import inverse_cdf
 from aioengine_kernels.philox import uniform
 
@@ -109,15 +109,20 @@ def _draw_kernel(
 
 
 def draw_tokens_ref(
-    logits: torch.Tensor,
+    logits: torch.Tensor,  # [n, vocab_size] float32, unscaled; -inf is never drawn
     *,
-    temperature: torch.Tensor,
-    seeds: torch.Tensor,
-    indices: torch.Tensor,
-    idx_mapping: torch.Tensor | None = None,
-    last_sampled_tokens: torch.Tensor | None = None,
+    temperature: torch.Tensor,  # [n] float32; 0 is greedy
+    seeds: torch.Tensor,  # [n] int64: the request's 64-bit seed, as two's complement
+    indices: torch.Tensor,  # [n] int32 or int64 below 2^31: which output token of the request this is
+    idx_mapping: torch.Tensor | None = None,  # [n] int32: the slot to report the token to; negative: none
+    last_sampled_tokens: torch.Tensor | None = None,  # [max_num_reqs] int32
 ) -> torch.Tensor:
-    """`draw_tokens` in torch."""
+    """Draw one token a row from softmax(logits / temperature); returns [n] int32. NaN and +inf count as -inf, and a row of
+    nothing else gives token 0: whatever the logits, the tokens are in the vocabulary.
+
+    With both `idx_mapping` and `last_sampled_tokens` the token is also stored at its slot, where the next step's
+    `batch_inputs` reads it. A greedy row takes the first of equal maxima.
+    """
     logits = logits.masked_fill(~(logits < float("inf")), float("-inf"))
     tokens = logits.argmax(-1)
     rows = ((temperature > 0) & (logits.amax(-1) > float("-inf"))).nonzero()[:, 0]
@@ -177,27 +182,4 @@ def draw_tokens_triton(
     return tokens
 
 
-def draw_tokens(
-    logits: torch.Tensor,  # [n, vocab_size] float32, unscaled; -inf is never drawn
-    *,
-    temperature: torch.Tensor,  # [n] float32; 0 is greedy
-    seeds: torch.Tensor,  # [n] int64: the request's 64-bit seed, as two's complement
-    indices: torch.Tensor,  # [n] int32 or int64 below 2^31: which output token of the request this is
-    idx_mapping: torch.Tensor | None = None,  # [n] int32: the slot to report the token to; negative: none
-    last_sampled_tokens: torch.Tensor | None = None,  # [max_num_reqs] int32
-) -> torch.Tensor:
-    """Draw one token a row from softmax(logits / temperature); returns [n] int32. NaN and +inf count as -inf, and a row of
-    nothing else gives token 0: whatever the logits, the tokens are in the vocabulary.
-
-    With both `idx_mapping` and `last_sampled_tokens` the token is also stored at its slot, where the next step's
-    `batch_inputs` reads it. A greedy row takes the first of equal maxima.
-    """
-    draw = draw_tokens_triton if use_triton(logits) else draw_tokens_ref
-    return draw(
-        logits,
-        temperature=temperature,
-        seeds=seeds,
-        indices=indices,
-        idx_mapping=idx_mapping,
-        last_sampled_tokens=last_sampled_tokens,
-    )
+draw_tokens = dispatcher(triton=draw_tokens_triton, reference=draw_tokens_ref)
