@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,8 @@ class AttentionBatch:
 
     `seq_lens[i]` counts the cached positions *including* this step's own tokens, so the query rows of request i stand at
     positions seq_lens[i] - query_len .. seq_lens[i] - 1. Arrays ending in `_np` are the host's mirrors.
+
+    A backend's `build_metadata` may add what it works out once for all layers, as a subclass of its own.
     """
 
     num_reqs: int
@@ -89,8 +91,8 @@ class AttentionBackend(ABC):
         """Bytes that one block takes in one layer."""
 
     @abstractmethod
-    def build_metadata(self, batch: AttentionBatch) -> Any:
-        """Whatever `forward` needs, computed once a step and shared by all layers."""
+    def build_metadata(self, batch: AttentionBatch) -> AttentionBatch:
+        """The step as `forward` needs it: the batch, with what is computed once and shared by all layers."""
 
     @abstractmethod
     def forward(
@@ -100,7 +102,7 @@ class AttentionBackend(ABC):
         value: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
         *,
         kv_cache: torch.Tensor,
-        metadata: Any,
+        metadata: AttentionBatch,  # of `build_metadata`
         scale: float,
     ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
         """Write key and value of all tokens to the cache, then attend. In that order: requests of one step may share
@@ -112,7 +114,7 @@ class AttentionBackend(ABC):
         *,
         rotation: RotationInputs,
         kv_cache: torch.Tensor,
-        metadata: Any,
+        metadata: AttentionBatch,
         scale: float,
     ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
         """Normalise and rotate queries and keys, then do what `forward` does. Only if `fuses_rope`."""

@@ -7,7 +7,7 @@ CPU. Where the blocks of a request lie side by side, its keys and values are a v
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 import numpy as np
@@ -34,11 +34,10 @@ class _Sequence:
 
 
 @dataclass(frozen=True, slots=True)
-class TorchPagedMetadata:
-    """What `TorchPagedBackend.forward` needs of a step, the same for all layers."""
+class TorchPagedMetadata(AttentionBatch):
+    """A step, and where its keys are: the same for all layers."""
 
-    slot_mapping: torch.Tensor  # [num_tokens] int64
-    sequences: list[_Sequence]
+    sequences: list[_Sequence] = field(default_factory=list)
 
 
 def lazy_zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -88,7 +87,7 @@ class TorchPagedBackend(AttentionBackend):
         sequences = [
             self._build_sequence(start, end, seq_len, row, device) for (start, end, seq_len), row in zip(bounds, table, strict=True)
         ]
-        return TorchPagedMetadata(slot_mapping=batch.slot_mapping, sequences=sequences)
+        return TorchPagedMetadata(**{name.name: getattr(batch, name.name) for name in fields(batch)}, sequences=sequences)
 
     def _build_sequence(self, query_start: int, query_end: int, seq_len: int, block_row: Any, device: torch.device) -> _Sequence:
         block_size, window = self.config.block_size, self.config.sliding_window
@@ -123,9 +122,10 @@ class TorchPagedBackend(AttentionBackend):
         value: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
         *,
         kv_cache: torch.Tensor,
-        metadata: TorchPagedMetadata,
+        metadata: AttentionBatch,
         scale: float,
     ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
+        assert isinstance(metadata, TorchPagedMetadata)
         # [num_slots, num_kv_heads, head_dim] each
         key_slots, value_slots = kv_cache.flatten(1, 2).unbind(0)
         key_slots.index_copy_(0, metadata.slot_mapping, key.to(kv_cache.dtype))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
-from aioengine.attention.base import AttentionBackend, RotationInputs
+from aioengine.attention.base import AttentionBackend, AttentionBatch, RotationInputs
 
 
 class Attention(nn.Module):
@@ -27,7 +25,7 @@ class Attention(nn.Module):
         value: torch.Tensor,  # [n, num_kv_heads * head_dim]
         *,
         kv_cache: torch.Tensor,
-        metadata: Any,
+        metadata: AttentionBatch,
     ) -> torch.Tensor:
         """-> [n, num_heads * head_dim]."""
         query, key = query_key.split_with_sizes((self.num_heads, self.num_kv_heads), dim=1)
@@ -41,7 +39,7 @@ class Attention(nn.Module):
         *,
         rotation: RotationInputs,
         kv_cache: torch.Tensor,
-        metadata: Any,
+        metadata: AttentionBatch,
     ) -> torch.Tensor:
         """-> [n, num_heads * head_dim], by a backend that norms and rotates queries and keys by itself."""
         out = self.backend.forward_qkv(qkv, rotation=rotation, kv_cache=kv_cache, metadata=metadata, scale=self.scale)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from aioengine.attention.base import AttentionBackend
+from aioengine.attention.base import AttentionBackend, AttentionBatch
 from aioengine.checkpoint.stored_tensor import StoredTensor
 from aioengine.models.config import DecoderConfig
 
@@ -48,7 +48,7 @@ class CausalLM(nn.Module):
         positions: torch.Tensor,  # [num_tokens] int64
         *,
         kv_caches: list[torch.Tensor],  # one a layer, in the backend's layout
-        attention_metadata: Any,
+        attention_metadata: AttentionBatch,
     ) -> torch.Tensor:  # [num_tokens, hidden_size]
         """One step. Writes the step's keys and values to the caches."""
 

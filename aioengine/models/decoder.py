@@ -7,12 +7,12 @@ and `nn.Module.__call__` costs more than some of these operations at one token a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
 
-from aioengine.attention.base import AttentionBackend, RotationInputs
+from aioengine.attention.base import AttentionBackend, AttentionBatch, RotationInputs
 from aioengine.checkpoint.stored_tensor import StoredTensor
 from aioengine.errors import ModelError
 from aioengine.layers.activation import find_activation, gated_op
@@ -40,7 +40,9 @@ class SelfAttention(nn.Module):
         self.k_norm = RMSNorm(dim, eps=config.rms_norm_eps, dtype=dtype, device=device) if config.qk_norm else None
         self.attn = Attention(backend, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim)
 
-    def forward(self, x: torch.Tensor, rotation: Rotation | PositionsInTable, kv_cache: torch.Tensor, metadata: Any) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, rotation: Rotation | PositionsInTable, kv_cache: torch.Tensor, metadata: AttentionBatch
+    ) -> torch.Tensor:
         """x [n, hidden] -> [n, hidden]."""
         qkv = self.qkv_proj.forward(x)
         if isinstance(rotation, PositionsInTable):
@@ -86,7 +88,12 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype, device=device)
 
     def forward(
-        self, normed: torch.Tensor, residual: torch.Tensor, rotation: Rotation | PositionsInTable, kv_cache: torch.Tensor, metadata: Any
+        self,
+        normed: torch.Tensor,
+        residual: torch.Tensor,
+        rotation: Rotation | PositionsInTable,
+        kv_cache: torch.Tensor,
+        metadata: AttentionBatch,
     ) -> torch.Tensor:
         """normed, residual [n, hidden]: this layer's input, normalised and raw. Returns the MLP's output, not yet added
         to `residual`, which is updated in place: the next norm adds and normalises in one place."""
@@ -110,7 +117,7 @@ class Decoder(nn.Module):
         self.plan: list[tuple[DecoderLayer, RMSNorm]] = [(layer, layer.input_layernorm) for layer in self.layers]  # type: ignore[misc]
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, *, kv_caches: list[torch.Tensor], attention_metadata: Any
+        self, input_ids: torch.Tensor, positions: torch.Tensor, *, kv_caches: list[torch.Tensor], attention_metadata: AttentionBatch
     ) -> torch.Tensor:
         residual = self.embed_tokens.forward(input_ids)
         rotation = self.rotation(positions, residual.dtype)
@@ -159,7 +166,7 @@ class DecoderForCausalLM(CausalLM):
         positions: torch.Tensor,
         *,
         kv_caches: list[torch.Tensor],
-        attention_metadata: Any,
+        attention_metadata: AttentionBatch,
     ) -> torch.Tensor:
         return self.model.forward(input_ids, positions, kv_caches=kv_caches, attention_metadata=attention_metadata)
 

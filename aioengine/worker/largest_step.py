@@ -55,12 +55,15 @@ def run_largest_sampling(
         states.set(slot, replace(EVERYTHING, logprobs=MAX_LOGPROBS), num_prompt_tokens=scheduler.max_model_len - 1)
     slots = np.arange(num_rows)
     batch = states.gather(slots, np.zeros(num_rows, dtype=np.int64))
-    tensors = [torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in sampling_arrays(batch, slots, vocab_size=vocab_size)]
+    sent = {
+        group: {name: torch.from_numpy(np.ascontiguousarray(array)).to(device) for name, array in arrays.items()}
+        for group, arrays in sampling_arrays(batch, slots, vocab_size=vocab_size).items()
+    }
     token_table = torch.zeros(num_rows, scheduler.max_model_len, dtype=torch.int32, device=device)
     allowed = torch.full((num_rows, -(-vocab_size // 8)), 255, dtype=torch.uint8, device=device)
     sample_on_device(
         logits,
-        staged_sampling(tensors, batch, token_table=token_table),
+        staged_sampling(sent, batch, token_table=token_table),
         last_sampled_tokens=torch.zeros(num_rows, dtype=torch.int32, device=device),
         allowed=(torch.arange(num_rows, device=device), allowed),
         logprobs_mode=logprobs_mode,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,7 +44,7 @@ def plan_prompt_rows(
     batch: InputBatch,
     states: RequestStates,
     *,
-    upload: Callable[[Sequence[npt.NDArray[Any]]], list[torch.Tensor]],  # to the device, without waiting for it
+    upload: Callable[[Mapping[str, npt.NDArray[Any]]], dict[str, torch.Tensor]],  # to the device, without waiting for it
 ) -> PromptRows | None:
     """None if this step has nothing to report. What it has is reported by this step and never again."""
     if not states.wants_prompt_logprobs:
@@ -63,13 +63,11 @@ def plan_prompt_rows(
             token_ids.append(states.token_ids[batch.idx_mapping_np[i], positions.start + 1 : positions.stop + 1].astype(np.int64))
     if not req_ids:
         return None
-    rows, next_tokens = upload([np.concatenate(indices), np.concatenate(token_ids)])
     return PromptRows(
         req_ids=req_ids,
         num_rows=counts,
         num_logprobs=[states.sampling_params(req_id).prompt_logprobs or 0 for req_id in req_ids],
-        indices=rows,
-        token_ids=next_tokens,
+        **upload({"indices": np.concatenate(indices), "token_ids": np.concatenate(token_ids)}),
     )
 
 

@@ -5,12 +5,14 @@ Triton ships for Linux only and its interpreter is chosen when it is first impor
 
 from __future__ import annotations
 
+import functools
 import os
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Concatenate, Final, ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["HAS_TRITON", "INTERPRETED", "cdiv", "jit", "next_power_of_2", "tl", "use_triton"]
+__all__ = ["HAS_TRITON", "INTERPRETED", "cdiv", "dispatcher", "jit", "next_power_of_2", "tl", "use_triton"]
 
 if TYPE_CHECKING:
     # A kernel's body is Triton, not Python: mypy is told to look away from it, and a kernel object is Any to its launcher.
@@ -61,6 +63,25 @@ INTERPRETED: Final = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 def use_triton(tensor: torch.Tensor) -> bool:
     """True if kernels should run on `tensor`: it lies on a CUDA device, or Triton's interpreter was asked for."""
     return HAS_TRITON and (tensor.is_cuda or INTERPRETED)
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Op = Callable[Concatenate[torch.Tensor, P], R]
+
+
+def dispatcher(*, triton: Op[P, R], reference: Op[P, R]) -> Op[P, R]:
+    """The op that runs `triton` where `use_triton` says so of its first argument, else `reference`, which says what it does.
+
+    Both have the op's signature: a type checker holds them to it.
+    """
+
+    @functools.wraps(reference)
+    def op(first: torch.Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return (triton if use_triton(first) else reference)(first, *args, **kwargs)
+
+    op.__name__ = op.__qualname__ = reference.__name__.removesuffix("_ref")
+    return op
 
 
 def cdiv(numerator: int, denominator: int) -> int:

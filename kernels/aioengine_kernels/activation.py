@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-from aioengine_kernels._triton import cdiv, jit, tl, use_triton
+from aioengine_kernels._triton import cdiv, dispatcher, jit, tl
 
 _BLOCK = 1024
 _GELU_SLOPE: Final = math.sqrt(2.0 / math.pi)
@@ -42,7 +42,7 @@ def _halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def silu_mul_ref(x: torch.Tensor) -> torch.Tensor:
-    """`silu_mul` in torch."""
+    """silu(gate) x up (SwiGLU; Shazeer, 2020). x: [n, 2 x size], gate first, last dimension dense; returns [n, size]."""
     gate, up = _halves(x)
     return (gate * torch.sigmoid(gate) * up).to(x.dtype)
 
@@ -52,13 +52,11 @@ def silu_mul_triton(x: torch.Tensor) -> torch.Tensor:
     return _gated_triton(x, gelu=False)
 
 
-def silu_mul(x: torch.Tensor) -> torch.Tensor:
-    """silu(gate) x up (SwiGLU; Shazeer, 2020). x: [n, 2 x size], gate first, last dimension dense; returns [n, size]."""
-    return silu_mul_triton(x) if use_triton(x) else silu_mul_ref(x)
+silu_mul = dispatcher(triton=silu_mul_triton, reference=silu_mul_ref)
 
 
 def gelu_mul_ref(x: torch.Tensor) -> torch.Tensor:
-    """`gelu_mul` in torch."""
+    """gelu(gate) x up, with the tanh form of GELU that Gemma uses. x: [n, 2 x size], gate first; returns [n, size]."""
     gate, up = _halves(x)
     return (0.5 * gate * (1.0 + torch.tanh(_GELU_SLOPE * (gate + 0.044715 * gate**3))) * up).to(x.dtype)
 
@@ -68,6 +66,4 @@ def gelu_mul_triton(x: torch.Tensor) -> torch.Tensor:
     return _gated_triton(x, gelu=True)
 
 
-def gelu_mul(x: torch.Tensor) -> torch.Tensor:
-    """gelu(gate) x up, with the tanh form of GELU that Gemma uses. x: [n, 2 x size], gate first; returns [n, size]."""
-    return gelu_mul_triton(x) if use_triton(x) else gelu_mul_ref(x)
+gelu_mul = dispatcher(triton=gelu_mul_triton, reference=gelu_mul_ref)

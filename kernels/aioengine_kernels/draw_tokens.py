@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from aioengine_kernels._triton import cdiv, jit, next_power_of_2, tl, use_triton
+from aioengine_kernels._triton import cdiv, dispatcher, jit, next_power_of_2, tl
+from aioengine_kernels.inverse_cdf import inverse_cdf
 from aioengine_kernels.philox import uniform
 
 _BLOCK = 2048
@@ -107,28 +108,21 @@ def _draw_kernel(
         tl.store(last_sampled_ptr + slot, token, mask=slot >= 0)
 
 
-def inverse_cdf(
-    weights: torch.Tensor,  # [n, width] >= 0; they need not add up to 1
-    numbers: torch.Tensor,  # [n] float64 in [0, 1)
-) -> torch.Tensor:  # [n] int64, below width
-    """The first index whose cumulative weight exceeds number * total: never one of weight 0."""
-    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
-    target = numbers[:, None] * cumulative[:, -1:]
-    index = torch.searchsorted(cumulative, target, right=True)[:, 0]
-    # Only weights that are NaN get past the end.
-    return index.clamp_(max=weights.shape[1] - 1)
-
-
 def draw_tokens_ref(
-    logits: torch.Tensor,
+    logits: torch.Tensor,  # [n, vocab_size] float32, unscaled; -inf is never drawn
     *,
-    temperature: torch.Tensor,
-    seeds: torch.Tensor,
-    indices: torch.Tensor,
-    idx_mapping: torch.Tensor | None = None,
-    last_sampled_tokens: torch.Tensor | None = None,
+    temperature: torch.Tensor,  # [n] float32; 0 is greedy
+    seeds: torch.Tensor,  # [n] int64: the request's 64-bit seed, as two's complement
+    indices: torch.Tensor,  # [n] int32 or int64 below 2^31: which output token of the request this is
+    idx_mapping: torch.Tensor | None = None,  # [n] int32: the slot to report the token to; negative: none
+    last_sampled_tokens: torch.Tensor | None = None,  # [max_num_reqs] int32
 ) -> torch.Tensor:
-    """`draw_tokens` in torch."""
+    """Draw one token a row from softmax(logits / temperature); returns [n] int32. NaN and +inf count as -inf, and a row of
+    nothing else gives token 0: whatever the logits, the tokens are in the vocabulary.
+
+    With both `idx_mapping` and `last_sampled_tokens` the token is also stored at its slot, where the next step's
+    `batch_inputs` reads it. A greedy row takes the first of equal maxima.
+    """
     logits = logits.masked_fill(~(logits < float("inf")), float("-inf"))
     tokens = logits.argmax(-1)
     rows = ((temperature > 0) & (logits.amax(-1) > float("-inf"))).nonzero()[:, 0]
@@ -163,7 +157,7 @@ def draw_tokens_triton(
     best_token = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=logits.device)
     mass = torch.empty(num_rows, num_chunks, dtype=torch.float64, device=logits.device)
     _weigh_chunks_kernel[(num_rows, num_chunks)](
-        logits, temperature, best_value, best_token, mass, logits.stride(0), vocab_size, BLOCK=_BLOCK, num_warps=4
+        logits, temperature, best_value, best_token, mass, logits.stride(0), vocab_size, BLOCK=_BLOCK, num_warps=8
     )
     scatter = idx_mapping is not None and last_sampled_tokens is not None
     _draw_kernel[(num_rows,)](
@@ -188,27 +182,4 @@ def draw_tokens_triton(
     return tokens
 
 
-def draw_tokens(
-    logits: torch.Tensor,  # [n, vocab_size] float32, unscaled; -inf is never drawn
-    *,
-    temperature: torch.Tensor,  # [n] float32; 0 is greedy
-    seeds: torch.Tensor,  # [n] int64: the request's 64-bit seed, as two's complement
-    indices: torch.Tensor,  # [n] int32 or int64 below 2^31: which output token of the request this is
-    idx_mapping: torch.Tensor | None = None,  # [n] int32: the slot to report the token to; negative: none
-    last_sampled_tokens: torch.Tensor | None = None,  # [max_num_reqs] int32
-) -> torch.Tensor:
-    """Draw one token a row from softmax(logits / temperature); returns [n] int32. NaN and +inf count as -inf, and a row of
-    nothing else gives token 0: whatever the logits, the tokens are in the vocabulary.
-
-    With both `idx_mapping` and `last_sampled_tokens` the token is also stored at its slot, where the next step's
-    `batch_inputs` reads it. A greedy row takes the first of equal maxima.
-    """
-    draw = draw_tokens_triton if use_triton(logits) else draw_tokens_ref
-    return draw(
-        logits,
-        temperature=temperature,
-        seeds=seeds,
-        indices=indices,
-        idx_mapping=idx_mapping,
-        last_sampled_tokens=last_sampled_tokens,
-    )
+draw_tokens = dispatcher(triton=draw_tokens_triton, reference=draw_tokens_ref)

@@ -20,7 +20,7 @@ from typing import Final
 
 import torch
 
-from aioengine_kernels._triton import cdiv, jit, next_power_of_2, tl, use_triton
+from aioengine_kernels._triton import cdiv, dispatcher, jit, next_power_of_2, tl
 
 TARGET_PROGRAMS: Final = 264
 """Two programs for each of an H200's 132 SMs: one loads while the other computes."""
@@ -150,9 +150,14 @@ def _reduce_segments_kernel(
 
 
 def reduce_segments_ref(
-    partial: torch.Tensor, maxima: torch.Tensor, sums: torch.Tensor, *, out: torch.Tensor, v_scale: float = 1.0
+    partial: torch.Tensor,  # [num_segments, num_tokens, num_heads, padded head_dim] float32, contiguous; num_segments <= MAX_SEGMENTS
+    maxima: torch.Tensor,  # [num_segments, num_tokens, num_heads] float32, base-2 scores; -inf for an empty segment
+    sums: torch.Tensor,  # [num_segments, num_tokens, num_heads] float32
+    *,
+    out: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+    v_scale: float = 1.0,
 ) -> torch.Tensor:
-    """`reduce_segments` in torch."""
+    """Join the segments of split-KV attention into `out`, multiplied by `v_scale`, and return it."""
     largest = maxima.amax(0, keepdim=True)
     weights = torch.exp2(maxima - torch.where(largest == float("-inf"), torch.zeros_like(largest), largest))
     total = (sums * weights).sum(0).unsqueeze(-1)
@@ -200,14 +205,4 @@ def reduce_segments_triton(
     return out
 
 
-def reduce_segments(
-    partial: torch.Tensor,  # [num_segments, num_tokens, num_heads, padded head_dim] float32, contiguous; num_segments <= MAX_SEGMENTS
-    maxima: torch.Tensor,  # [num_segments, num_tokens, num_heads] float32, base-2 scores; -inf for an empty segment
-    sums: torch.Tensor,  # [num_segments, num_tokens, num_heads] float32
-    *,
-    out: torch.Tensor,  # [num_tokens, num_heads, head_dim]
-    v_scale: float = 1.0,
-) -> torch.Tensor:
-    """Join the segments of split-KV attention into `out`, multiplied by `v_scale`, and return it."""
-    reduce = reduce_segments_triton if use_triton(out) else reduce_segments_ref
-    return reduce(partial, maxima, sums, out=out, v_scale=v_scale)
+reduce_segments = dispatcher(triton=reduce_segments_triton, reference=reduce_segments_ref)

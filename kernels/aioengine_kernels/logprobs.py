@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from aioengine_kernels._triton import jit, next_power_of_2, tl, use_triton
+from aioengine_kernels._triton import dispatcher, jit, next_power_of_2, tl
 
 _BLOCK = 8192  # with 32 warps 32 KB of loads in flight, about what one SM needs to draw on L2 at full rate
 
@@ -54,7 +54,13 @@ def _token_logprobs_kernel(
 
 
 def token_logprobs_ref(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`token_logprobs` in torch."""
+    """log_softmax(logits) at the given tokens, and the rank of each row's first token.
+
+    logits: [n, vocab_size] float32. token_ids: [n, m] int32 or int64 with every id in [0, vocab_size): the sampled token
+    first, then the likeliest ones (`torch.topk` of the logits finds them by selection, not by sorting).
+    Returns logprobs [n, m] float32 and ranks [n] int32; a rank is 1 + the number of tokens with a larger logit. NaN and +inf
+    count as -inf.
+    """
     ids = token_ids.long()
     logits = logits.masked_fill(~(logits < float("inf")), float("-inf"))
     # A row of nothing but -inf has the log-probability -inf everywhere.
@@ -86,13 +92,4 @@ def token_logprobs_triton(logits: torch.Tensor, token_ids: torch.Tensor) -> tupl
     return logprobs, ranks
 
 
-def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """log_softmax(logits) at the given tokens, and the rank of each row's first token.
-
-    logits: [n, vocab_size] float32. token_ids: [n, m] int32 or int64 with every id in [0, vocab_size): the sampled token
-    first, then the likeliest ones (`torch.topk` of the logits finds them by selection, not by sorting).
-    Returns logprobs [n, m] float32 and ranks [n] int32; a rank is 1 + the number of tokens with a larger logit. NaN and +inf
-    count as -inf.
-    """
-    gather = token_logprobs_triton if use_triton(logits) else token_logprobs_ref
-    return gather(logits, token_ids)
+token_logprobs = dispatcher(triton=token_logprobs_triton, reference=token_logprobs_ref)

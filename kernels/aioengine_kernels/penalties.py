@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from aioengine_kernels._triton import cdiv, jit, tl, use_triton
+from aioengine_kernels._triton import cdiv, dispatcher, jit, tl
 
 _BLOCK = 1024
 
@@ -43,16 +43,20 @@ def _apply_penalties_kernel(
 
 
 def apply_penalties_ref(
-    logits: torch.Tensor,
+    logits: torch.Tensor,  # [n, vocab_size] float32, changed in place; a row stride divisible by 4 gives vector loads
     *,
-    prompt_mask: torch.Tensor,
-    output_counts: torch.Tensor,
-    idx_mapping: torch.Tensor,
-    repetition: torch.Tensor,
-    frequency: torch.Tensor,
-    presence: torch.Tensor,
+    prompt_mask: torch.Tensor,  # [max_num_reqs, vocab_size] int8: not 0 where the prompt holds the token
+    output_counts: torch.Tensor,  # [max_num_reqs, vocab_size] int32: how often the output holds the token
+    idx_mapping: torch.Tensor,  # [n] int32: the slot of each row
+    repetition: torch.Tensor,  # [n] float32, 1 is neutral
+    frequency: torch.Tensor,  # [n] float32, 0 is neutral
+    presence: torch.Tensor,  # [n] float32, 0 is neutral
 ) -> torch.Tensor:
-    """`apply_penalties` in torch."""
+    """Penalize tokens seen before, in place, and return the logits. Neutral rows are left alone.
+
+    Repetition (Keskar et al., CTRL, 2019) divides positive and multiplies negative logits of tokens in the prompt or the output;
+    frequency subtracts its value once an occurrence in the output, presence once if there is any.
+    """
     slots = idx_mapping.long()
     counts = output_counts[slots]
     in_output = counts > 0
@@ -97,28 +101,4 @@ def apply_penalties_triton(
     return logits
 
 
-def apply_penalties(
-    logits: torch.Tensor,  # [n, vocab_size] float32, changed in place; a row stride divisible by 4 gives vector loads
-    *,
-    prompt_mask: torch.Tensor,  # [max_num_reqs, vocab_size] int8: not 0 where the prompt holds the token
-    output_counts: torch.Tensor,  # [max_num_reqs, vocab_size] int32: how often the output holds the token
-    idx_mapping: torch.Tensor,  # [n] int32: the slot of each row
-    repetition: torch.Tensor,  # [n] float32, 1 is neutral
-    frequency: torch.Tensor,  # [n] float32, 0 is neutral
-    presence: torch.Tensor,  # [n] float32, 0 is neutral
-) -> torch.Tensor:
-    """Penalize tokens seen before, in place, and return the logits. Neutral rows are left alone.
-
-    Repetition (Keskar et al., CTRL, 2019) divides positive and multiplies negative logits of tokens in the prompt or the output;
-    frequency subtracts its value once an occurrence in the output, presence once if there is any.
-    """
-    penalize = apply_penalties_triton if use_triton(logits) else apply_penalties_ref
-    return penalize(
-        logits,
-        prompt_mask=prompt_mask,
-        output_counts=output_counts,
-        idx_mapping=idx_mapping,
-        repetition=repetition,
-        frequency=frequency,
-        presence=presence,
-    )
+apply_penalties = dispatcher(triton=apply_penalties_triton, reference=apply_penalties_ref)

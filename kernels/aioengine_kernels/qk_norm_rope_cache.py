@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from aioengine_kernels._triton import jit, next_power_of_2, tl, use_triton
+from aioengine_kernels._triton import dispatcher, jit, next_power_of_2, tl
 from aioengine_kernels.reshape_and_cache import check_cache, reshape_and_cache_ref, store_cache_row
 from aioengine_kernels.rms_norm import rms_norm_ref
 from aioengine_kernels.rope import rotate_ref
@@ -98,22 +98,27 @@ def _qk_norm_rope_cache_kernel(
 
 
 def qk_norm_rope_cache_ref(
-    qkv: torch.Tensor,
+    qkv: torch.Tensor,  # [num_tokens, (num_heads + 2 x num_kv_heads) x head_dim], last dimension dense
     *,
     num_heads: int,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    key_cache: torch.Tensor,
+    positions: torch.Tensor,  # [num_tokens] int64
+    cos_sin_cache: torch.Tensor,  # [max_position, head_dim] float32, contiguous
+    key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], any strides but a dense last dimension
     value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    query_weight: torch.Tensor | None = None,
+    slot_mapping: torch.Tensor,  # [num_tokens] int64; negative: the key and value are not written
+    query_weight: torch.Tensor | None = None,  # [head_dim]: RMSNorm of every query head before rotation; None: no QK-norm
     key_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
     weight_offset: float = 0.0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> torch.Tensor:
-    """`qk_norm_rope_cache` in torch: nothing is rounded between the steps."""
+    """Normalize and rotate queries and keys, store keys and values in the cache, return queries [num_tokens, num_heads, head_dim].
+
+    Everything is computed in float32 and rounded once, so results are closer to float64 than those of the separate ops.
+    The arguments mean what they do in `rms_norm`, `apply_rope` and `reshape_and_cache`.
+    Raises ValueError if a cache has another layout, or if the rotation does not cover whole heads.
+    """
     num_kv_heads, head_dim = key_cache.shape[2:]
     dtype = torch.promote_types(qkv.dtype, torch.float32)
     query, key, value = qkv.reshape(qkv.shape[0], -1, head_dim).to(dtype).split((num_heads, num_kv_heads, num_kv_heads), dim=1)
@@ -192,41 +197,4 @@ def qk_norm_rope_cache_triton(
     return query
 
 
-def qk_norm_rope_cache(
-    qkv: torch.Tensor,  # [num_tokens, (num_heads + 2 x num_kv_heads) x head_dim], last dimension dense
-    *,
-    num_heads: int,
-    positions: torch.Tensor,  # [num_tokens] int64
-    cos_sin_cache: torch.Tensor,  # [max_position, head_dim] float32, contiguous
-    key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], any strides but a dense last dimension
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,  # [num_tokens] int64; negative: the key and value are not written
-    query_weight: torch.Tensor | None = None,  # [head_dim]: RMSNorm of every query head before rotation; None: no QK-norm
-    key_weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    weight_offset: float = 0.0,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-) -> torch.Tensor:
-    """Normalize and rotate queries and keys, store keys and values in the cache, return queries [num_tokens, num_heads, head_dim].
-
-    Everything is computed in float32 and rounded once, so results are closer to float64 than those of the separate ops.
-    The arguments mean what they do in `rms_norm`, `apply_rope` and `reshape_and_cache`.
-    Raises ValueError if a cache has another layout, or if the rotation does not cover whole heads.
-    """
-    fused = qk_norm_rope_cache_triton if use_triton(qkv) else qk_norm_rope_cache_ref
-    return fused(
-        qkv,
-        num_heads=num_heads,
-        positions=positions,
-        cos_sin_cache=cos_sin_cache,
-        key_cache=key_cache,
-        value_cache=value_cache,
-        slot_mapping=slot_mapping,
-        query_weight=query_weight,
-        key_weight=key_weight,
-        eps=eps,
-        weight_offset=weight_offset,
-        k_scale=k_scale,
-        v_scale=v_scale,
-    )
+qk_norm_rope_cache = dispatcher(triton=qk_norm_rope_cache_triton, reference=qk_norm_rope_cache_ref)

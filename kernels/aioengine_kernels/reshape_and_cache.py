@@ -6,7 +6,7 @@ from typing import Final
 
 import torch
 
-from aioengine_kernels._triton import jit, next_power_of_2, tl, use_triton
+from aioengine_kernels._triton import dispatcher, jit, next_power_of_2, tl
 
 FP8_MAX: Final = 448.0
 """The largest finite float8_e4m3fn; larger magnitudes are clamped to it, where a plain cast gives NaN."""
@@ -71,16 +71,21 @@ def to_cache_dtype(values: torch.Tensor, dtype: torch.dtype, scale: float) -> to
 
 
 def reshape_and_cache_ref(
-    key: torch.Tensor,
-    value: torch.Tensor,
+    key: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim], last dimension dense
+    value: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim], last dimension dense
     *,
-    key_cache: torch.Tensor,
+    key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], any strides but a dense last dimension
     value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
+    slot_mapping: torch.Tensor,  # [num_tokens] int64: block_id * block_size + offset; negative: not written
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """`reshape_and_cache` in torch."""
+    """Store key and value rows in their slots, converted to the cache's dtype.
+
+    A float8_e4m3fn cache holds value / scale, clamped to +-448; reading it multiplies by the scale. Other dtypes ignore scales.
+    Two tokens of one step never share a slot. Triton writes float8_e4m3fn on compute capability 8.9 and later.
+    Raises ValueError if a cache does not have that layout.
+    """
     block_size = key_cache.shape[1]
     tokens = torch.nonzero(slot_mapping >= 0).squeeze(1)
     slots = slot_mapping[tokens]
@@ -143,29 +148,4 @@ def reshape_and_cache_triton(
     )
 
 
-def reshape_and_cache(
-    key: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim], last dimension dense
-    value: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim], last dimension dense
-    *,
-    key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], any strides but a dense last dimension
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,  # [num_tokens] int64: block_id * block_size + offset; negative: not written
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-) -> None:
-    """Store key and value rows in their slots, converted to the cache's dtype.
-
-    A float8_e4m3fn cache holds value / scale, clamped to +-448; reading it multiplies by the scale. Other dtypes ignore scales.
-    Two tokens of one step never share a slot. Triton writes float8_e4m3fn on compute capability 8.9 and later.
-    Raises ValueError if a cache does not have that layout.
-    """
-    write = reshape_and_cache_triton if use_triton(key_cache) else reshape_and_cache_ref
-    write(
-        key,
-        value,
-        key_cache=key_cache,
-        value_cache=value_cache,
-        slot_mapping=slot_mapping,
-        k_scale=k_scale,
-        v_scale=v_scale,
-    )
+reshape_and_cache = dispatcher(triton=reshape_and_cache_triton, reference=reshape_and_cache_ref)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from aioengine_kernels._triton import jit, next_power_of_2, tl, use_triton
+from aioengine_kernels._triton import dispatcher, jit, next_power_of_2, tl
 
 
 @jit
@@ -37,7 +37,12 @@ def _rms_norm_kernel(
 def rms_norm_ref(
     x: torch.Tensor, weight: torch.Tensor, *, eps: float, residual: torch.Tensor | None = None, weight_offset: float = 0.0
 ) -> torch.Tensor:
-    """`rms_norm` in torch, in float32, or float64 for float64 inputs."""
+    """x / sqrt(mean(x^2) + eps) x (weight + weight_offset), computed in float32 (Zhang and Sennrich, 2019).
+
+    x: [n, hidden_size], last dimension dense; weight: [hidden_size]. With `residual` [n, hidden_size], x + residual is
+    normalized and stored back into `residual` in place, as the next block's residual stream. Gemma's weights take
+    weight_offset=1. Returns a new [n, hidden_size] tensor of x's dtype.
+    """
     dtype = torch.promote_types(x.dtype, torch.float32)
     hidden = x.to(dtype)
     if residual is not None:
@@ -74,14 +79,4 @@ def rms_norm_triton(
     return out
 
 
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, *, eps: float, residual: torch.Tensor | None = None, weight_offset: float = 0.0
-) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) x (weight + weight_offset), computed in float32 (Zhang and Sennrich, 2019).
-
-    x: [n, hidden_size], last dimension dense; weight: [hidden_size]. With `residual` [n, hidden_size], x + residual is
-    normalized and stored back into `residual` in place, as the next block's residual stream. Gemma's weights take
-    weight_offset=1. Returns a new [n, hidden_size] tensor of x's dtype.
-    """
-    norm = rms_norm_triton if use_triton(x) else rms_norm_ref
-    return norm(x, weight, eps=eps, residual=residual, weight_offset=weight_offset)
+rms_norm = dispatcher(triton=rms_norm_triton, reference=rms_norm_ref)

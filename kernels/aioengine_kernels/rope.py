@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from aioengine_kernels._triton import jit, next_power_of_2, tl, use_triton
+from aioengine_kernels._triton import dispatcher, jit, next_power_of_2, tl
 
 
 @jit
@@ -86,7 +86,11 @@ def rotate_ref(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
 
 
 def apply_rope_ref(query: torch.Tensor, key: torch.Tensor, *, positions: torch.Tensor, cos_sin_cache: torch.Tensor) -> None:
-    """`apply_rope` in torch."""
+    """Rotate the first rotary_dim dimensions of every head, in place, pairing dimension i with i + rotary_dim / 2.
+
+    query: [num_tokens, num_heads, head_dim], key: [num_tokens, num_kv_heads, head_dim], last dimensions dense;
+    positions: [num_tokens] int64, below max_position; cos_sin_cache: [max_position, rotary_dim] float32, contiguous.
+    """
     cos_sin = cos_sin_cache[positions]
     query.copy_(rotate_ref(query, cos_sin))
     key.copy_(rotate_ref(key, cos_sin))
@@ -118,11 +122,4 @@ def apply_rope_triton(query: torch.Tensor, key: torch.Tensor, *, positions: torc
     )
 
 
-def apply_rope(query: torch.Tensor, key: torch.Tensor, *, positions: torch.Tensor, cos_sin_cache: torch.Tensor) -> None:
-    """Rotate the first rotary_dim dimensions of every head, in place, pairing dimension i with i + rotary_dim / 2.
-
-    query: [num_tokens, num_heads, head_dim], key: [num_tokens, num_kv_heads, head_dim], last dimensions dense;
-    positions: [num_tokens] int64, below max_position; cos_sin_cache: [max_position, rotary_dim] float32, contiguous.
-    """
-    rotate = apply_rope_triton if use_triton(query) else apply_rope_ref
-    rotate(query, key, positions=positions, cos_sin_cache=cos_sin_cache)
+apply_rope = dispatcher(triton=apply_rope_triton, reference=apply_rope_ref)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from aioengine_kernels._triton import HAS_TRITON, jit, tl, use_triton
+from aioengine_kernels._triton import HAS_TRITON, dispatcher, jit, tl
 
 _BLOCK = 8192  # with 32 warps 32 KB of loads in flight, about what one SM needs to draw on L2 at full rate
 
@@ -192,9 +192,21 @@ def _top_k_top_p_kernel(
 
 
 def top_k_top_p_ref(
-    logits: torch.Tensor, *, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+    logits: torch.Tensor,  # [n, vocab_size] float32, changed in place; -inf marks a token that must not be sampled
+    *,
+    temperature: torch.Tensor,  # [n] float32
+    top_k: torch.Tensor,  # [n] int32; 0, -1 or at least vocab_size keeps all
+    top_p: torch.Tensor,  # [n] float32 in (0, 1]
+    min_p: torch.Tensor,  # [n] float32 in [0, 1]
 ) -> torch.Tensor:
-    """`top_k_top_p` in torch, by sorting."""
+    """Set the logits of tokens that a row's filters drop to -inf, in place, and return them.
+
+    Probabilities are softmax(logits / temperature), but the logits themselves stay unscaled: `draw_tokens` scales
+    them. In this order: min-p drops tokens less likely than min_p x the likeliest; top-k keeps the k likeliest; top-p
+    keeps the smallest set of the rest whose share reaches top_p. Of equal ones the lowest ids stay. The likeliest token always stays.
+    Greedy rows (temperature 0) and rows whose filters are neutral are left alone. NaN and +inf count as -inf; a row of nothing
+    else is left alone.
+    """
     for row, (t, k, p, floor) in enumerate(zip(temperature.tolist(), top_k.tolist(), top_p.tolist(), min_p.tolist(), strict=True)):
         if t == 0:
             continue
@@ -224,21 +236,4 @@ def top_k_top_p_triton(
     return logits
 
 
-def top_k_top_p(
-    logits: torch.Tensor,  # [n, vocab_size] float32, changed in place; -inf marks a token that must not be sampled
-    *,
-    temperature: torch.Tensor,  # [n] float32
-    top_k: torch.Tensor,  # [n] int32; 0, -1 or at least vocab_size keeps all
-    top_p: torch.Tensor,  # [n] float32 in (0, 1]
-    min_p: torch.Tensor,  # [n] float32 in [0, 1]
-) -> torch.Tensor:
-    """Set the logits of tokens that a row's filters drop to -inf, in place, and return them.
-
-    Probabilities are softmax(logits / temperature), but the logits themselves stay unscaled: `draw_tokens` scales
-    them. In this order: min-p drops tokens less likely than min_p x the likeliest; top-k keeps the k likeliest; top-p
-    keeps the smallest set of the rest whose share reaches top_p. Of equal ones the lowest ids stay. The likeliest token always stays.
-    Greedy rows (temperature 0) and rows whose filters are neutral are left alone. NaN and +inf count as -inf; a row of nothing
-    else is left alone.
-    """
-    select = top_k_top_p_triton if use_triton(logits) else top_k_top_p_ref
-    return select(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+top_k_top_p = dispatcher(triton=top_k_top_p_triton, reference=top_k_top_p_ref)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from aioengine_kernels._triton import cdiv, jit, tl, use_triton
+from aioengine_kernels._triton import cdiv, dispatcher, jit, tl
 
 _BLOCK = 4096
 
@@ -25,7 +25,12 @@ def _rows_of_bytes(cache: torch.Tensor) -> torch.Tensor:
 
 
 def zero_blocks_ref(cache: torch.Tensor, block_ids: torch.Tensor) -> None:
-    """`zero_blocks` in torch."""
+    """Set cache[block_ids[i]] to zero, for every block id that is not negative.
+
+    cache: [num_blocks, ...] of any dtype, dense inside a block; the stride between blocks is free.
+    block_ids: [n] int32.
+    Raises ValueError if the inside of a block is not dense.
+    """
     _rows_of_bytes(cache)[block_ids[block_ids >= 0].long()] = 0
 
 
@@ -39,12 +44,4 @@ def zero_blocks_triton(cache: torch.Tensor, block_ids: torch.Tensor) -> None:
     _zero_blocks_kernel[grid](rows, block_ids, rows.stride(0), bytes_per_block, BLOCK=_BLOCK, num_warps=4)
 
 
-def zero_blocks(cache: torch.Tensor, block_ids: torch.Tensor) -> None:
-    """Set cache[block_ids[i]] to zero, for every block id that is not negative.
-
-    cache: [num_blocks, ...] of any dtype, dense inside a block; the stride between blocks is free.
-    block_ids: [n] int32.
-    Raises ValueError if the inside of a block is not dense.
-    """
-    zero = zero_blocks_triton if use_triton(cache) else zero_blocks_ref
-    zero(cache, block_ids)
+zero_blocks = dispatcher(triton=zero_blocks_triton, reference=zero_blocks_ref)

@@ -37,13 +37,20 @@ class DenseBackend(AttentionBackend):
     def kv_cache_bytes_per_block(self) -> int:
         return 2 * 4 * self.config.num_kv_heads * self.config.head_dim
 
-    def build_metadata(self, batch: AttentionBatch) -> Any:
-        return int(batch.seq_lens_np[0]), batch.num_tokens
+    def build_metadata(self, batch: AttentionBatch) -> AttentionBatch:
+        return batch
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, kv_cache: torch.Tensor, metadata: Any, scale: float
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        kv_cache: torch.Tensor,
+        metadata: AttentionBatch,
+        scale: float,
     ) -> torch.Tensor:
-        end, count = metadata
+        end, count = int(metadata.seq_lens_np[0]), metadata.num_tokens
         kv_cache[0, end - count : end], kv_cache[1, end - count : end] = key, value
         group = self.config.num_heads // self.config.num_kv_heads
         keys, values = (cache[:end].repeat_interleave(group, dim=1) for cache in kv_cache)
@@ -186,10 +193,28 @@ def logits_of(model: CausalLM, token_ids: torch.Tensor, *, chunks: tuple[int, ..
             if caches is None:
                 caches = [attention.allocate_kv_cache(total, CPU) for _ in range(model.num_layers)]
             positions = torch.arange(start, start + size)
-            hidden = model.forward(token_ids[start : start + size], positions, kv_caches=caches, attention_metadata=(start + size, size))
+            batch = one_request(start, size)
+            hidden = model.forward(token_ids[start : start + size], positions, kv_caches=caches, attention_metadata=batch)
             rows.append(model.compute_logits(hidden))
             start += size
     return torch.cat(rows)
+
+
+def one_request(start: int, size: int) -> AttentionBatch:
+    """A step of the positions start .. start + size - 1 of one request, each position a block."""
+    bounds, lengths = np.array([0, size], dtype=np.int32), np.array([start + size], dtype=np.int32)
+    return AttentionBatch(
+        num_reqs=1,
+        num_tokens=size,
+        max_query_len=size,
+        max_seq_len=start + size,
+        query_start_loc=torch.from_numpy(bounds),
+        query_start_loc_np=bounds,
+        seq_lens=torch.from_numpy(lengths),
+        seq_lens_np=lengths,
+        block_table=torch.arange(start + size, dtype=torch.int32)[None],
+        slot_mapping=torch.arange(start, start + size),
+    )
 
 
 def reference_logits(model: transformers.PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:

@@ -35,39 +35,39 @@ def test_arrays_arrive_as_they_were() -> None:
         np.array([2**63 - 1, -1], dtype=np.int64),
         np.arange(5, dtype=np.uint8)[::2],
     ]
-    staged = staging.stage(arrays)
-    for array, tensor in zip(arrays, staged.tensors, strict=True):
+    staged = staging.stage({"step": {str(i): array for i, array in enumerate(arrays)}})
+    for array, tensor in zip(arrays, staged.groups["step"].values(), strict=True):
         assert tensor.shape == array.shape
         assert np.array_equal(tensor.numpy(), array)
         assert tensor.data_ptr() % ALIGNMENT == 0
     # The host's arrays may change at once.
     arrays[0][:] = -1
-    assert staged.tensors[0].tolist() == list(range(7))
+    assert staged.groups["step"]["0"].tolist() == list(range(7))
 
 
 def test_nothing_to_send_is_fine() -> None:
-    staged = Staging(HostTransfers()).stage([np.zeros(0, dtype=np.int64)])
-    assert staged.tensors[0].shape == (0,)
+    staged = Staging(HostTransfers()).stage({"step": {"a": np.zeros(0, dtype=np.int64)}})
+    assert staged.groups["step"]["a"].shape == (0,)
 
 
 def test_two_steps_may_wait_to_be_sampled_but_not_three() -> None:
     staging = Staging(HostTransfers())
-    steps = [staging.stage([np.full(3, i, dtype=np.int32)]) for i in range(2)]
-    assert [step.tensors[0].tolist() for step in steps] == [[0, 0, 0], [1, 1, 1]]
+    steps = [staging.stage({"step": {"a": np.full(3, i, dtype=np.int32)}}) for i in range(2)]
+    assert [step.groups["step"]["a"].tolist() for step in steps] == [[0, 0, 0], [1, 1, 1]]
     with pytest.raises(RuntimeError, match="2 executed steps wait to be sampled"):
-        staging.stage([np.zeros(3, dtype=np.int32)])
+        staging.stage({"step": {"a": np.zeros(3, dtype=np.int32)}})
 
 
 def test_a_large_step_gets_a_larger_buffer_and_later_ones_keep_it() -> None:
     transfers = LoggingTransfers()
     staging = Staging(transfers)
     large = np.arange(100_000, dtype=np.int64)
-    staged = staging.stage([large])
-    assert np.array_equal(staged.tensors[0].numpy(), large)
+    staged = staging.stage({"step": {"a": large}})
+    assert np.array_equal(staged.groups["step"]["a"].numpy(), large)
     staged.release()
     num_allocations = len(transfers.allocations)
     for _ in range(4):
-        staging.stage([large[:50_000]]).release()
+        staging.stage({"step": {"a": large[:50_000]}}).release()
     assert len(transfers.allocations) == num_allocations + 1  # the other buffer
 
 
@@ -111,7 +111,7 @@ def test_a_buffer_is_reused_only_after_its_copy_and_its_readers() -> None:
     transfers = LoggingTransfers()
     staging = Staging(transfers)
     for step in range(1, 5):
-        staged = staging.stage([np.full(3, step, dtype=np.int32)])
+        staged = staging.stage({"step": {"a": np.full(3, step, dtype=np.int32)}})
         transfers.work = f"step {step}"
         staged.release()
     assert transfers.log == [
@@ -146,5 +146,5 @@ def test_a_staging_says_how_much_it_holds_from_the_start() -> None:
     staging = Staging(transfers, capacity=300_000)
     assert transfers.allocations == [1 << 19, 1 << 19]
     assert staging.capacity == 1 << 19
-    staging.stage([np.zeros(300_000, dtype=np.uint8)]).release()
+    staging.stage({"step": {"a": np.zeros(300_000, dtype=np.uint8)}}).release()
     assert len(transfers.allocations) == 2

@@ -71,8 +71,8 @@ class StepPipeline(ABC):
         raise failure
 
     @abstractmethod
-    def upload(self, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
-        """The arrays as tensors on the device, without waiting for it. The arrays must not change any more."""
+    def upload(self, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, torch.Tensor]:
+        """The arrays as tensors on the device, by the same names, without waiting for it. The arrays must not change any more."""
 
     @abstractmethod
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[npt.NDArray[Any]] | Pending[list[npt.NDArray[Any]]]:

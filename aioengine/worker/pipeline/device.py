@@ -35,8 +35,6 @@ from aioengine_kernels.write_rows import write_rows
 IntArray = npt.NDArray[np.int32]
 _NO_PIECES: IntArray = np.zeros((0, 4), dtype=np.int32)
 _NO_VALUES: IntArray = np.zeros(0, dtype=np.int32)
-_NUM_TABLE_ARRAYS = 4  # of those a step sends: pieces and values for the token table, and for the block table
-_NUM_ROW_ARRAYS = 6  # then the fields of `StepRows`
 
 
 @dataclass(slots=True)
@@ -55,10 +53,10 @@ class _TableWrites:
         self.num_values += length
         self.max_length = max(self.max_length, length)
 
-    def arrays(self) -> list[npt.NDArray[Any]]:
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
         if not self.pieces:
-            return [_NO_PIECES, _NO_VALUES]
-        return [np.array(self.pieces, dtype=np.int32), np.concatenate(self.values)]
+            return {"pieces": _NO_PIECES, "values": _NO_VALUES}
+        return {"pieces": np.array(self.pieces, dtype=np.int32), "values": np.concatenate(self.values)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +72,9 @@ class DecodeCut:
     def num_segments(self) -> int:
         return self.num_decodes + int(self.kv_start_loc[-1]) // self.segment_len
 
-    def arrays(self) -> list[npt.NDArray[Any]]:
-        return [self.kv_start_loc, np.array([self.segment_len], dtype=np.int32)]
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """Fields of `StepRows`."""
+        return {"kv_start_loc": self.kv_start_loc, "segment_len": np.array([self.segment_len], dtype=np.int32)}
 
 
 def cut_decodes(plan: StepPlan, *, num_kv_heads: int, max_visible: int) -> DecodeCut:
@@ -205,7 +204,6 @@ class DevicePipeline(StepPipeline):
         num_tokens, limit = int(plan.query_start_loc[-1]), self._inputs.input_ids.shape[0]
         assert num_tokens <= limit, f"a step of {num_tokens} tokens, but max_num_batched_tokens is {limit}"
         cut = cut_decodes(plan, num_kv_heads=self._num_kv_heads, max_visible=self._max_visible)
-        rows = [*self._row_arrays(plan), *cut.arrays()]
         sampled = plan.sampled
         slots = plan.slots[sampled]
         output_indices = plan.row_seq_lens - self._states.num_prompt_tokens[slots]
@@ -213,17 +211,19 @@ class DevicePipeline(StepPipeline):
         logits_indices = plan.query_start_loc[sampled + 1].astype(np.int64) - 1
 
         staged = self._staging.stage(
-            [
-                *token_writes.arrays(),
-                *block_writes.arrays(),
-                *rows,
-                logits_indices,
-                *sampling_arrays(sampling, slots, vocab_size=self._vocab_size),
-            ]
+            {
+                "tokens": token_writes.arrays(),
+                "blocks": block_writes.arrays(),
+                "rows": {**self._row_arrays(plan), **cut.arrays()},
+                "logits": {"indices": logits_indices},
+                **sampling_arrays(sampling, slots, vocab_size=self._vocab_size),
+            }
         )
-        first_of_rest = _NUM_TABLE_ARRAYS + _NUM_ROW_ARRAYS
-        self._write_tables(staged.tensors[:_NUM_TABLE_ARRAYS], token_writes, block_writes)
-        step_rows = StepRows(*staged.tensors[_NUM_TABLE_ARRAYS:first_of_rest])
+        sent = staged.groups
+        for table, writes, name in ((self._tables.token_table, token_writes, "tokens"), (self._tables.block_table, block_writes, "blocks")):
+            if writes.pieces:
+                write_rows(table, **sent[name], max_length=writes.max_length)
+        step_rows = StepRows(**sent["rows"])
         max_query_len = int(plan.num_scheduled.max())
         batch_inputs(self._tables, step_rows, self._inputs, block_size=self._block_table.block_size, max_query_len=max_query_len)
         self._num_table_tokens[plan.slots] = np.maximum(self._num_table_tokens[plan.slots], plan.seq_lens)
@@ -231,8 +231,8 @@ class DevicePipeline(StepPipeline):
             plan,
             cut,
             query_start_loc=step_rows.query_start_loc,
-            logits_indices=staged.tensors[first_of_rest],
-            sampling=staged_sampling(staged.tensors[first_of_rest + 1 :], sampling, token_table=self._tables.token_table),
+            logits_indices=sent["logits"]["indices"],
+            sampling=staged_sampling(sent, sampling, token_table=self._tables.token_table),
             arrays=staged,
         )
 
@@ -271,8 +271,8 @@ class DevicePipeline(StepPipeline):
         assert slot is not None, f"request {req_id!r} is scheduled but the worker holds no slot for it"
         return slot
 
-    def _row_arrays(self, plan: StepPlan) -> list[npt.NDArray[Any]]:
-        """The fields of `StepRows`. Raises RuntimeError if the step reads more than one token that only the device knows."""
+    def _row_arrays(self, plan: StepPlan) -> dict[str, npt.NDArray[Any]]:
+        """Fields of `StepRows`. Raises RuntimeError if the step reads more than one token that only the device knows."""
         num_table = np.minimum(self._num_table_tokens[plan.slots], self._states.num_known_tokens[plan.slots])
         self._num_table_tokens[plan.slots] = num_table
         beyond = (plan.seq_lens > num_table + 1).nonzero()[0]
@@ -282,14 +282,12 @@ class DevicePipeline(StepPipeline):
                 f"request {plan.req_ids[i]!r} is scheduled up to position {plan.seq_lens[i]}, but the device's table holds {num_table[i]} "
                 "tokens, and only the last sampled one can be added to them"
             )
-        return [plan.slots.astype(np.int32), plan.query_start_loc, plan.starts, num_table]
-
-    def _write_tables(self, tensors: list[torch.Tensor], token_writes: _TableWrites, block_writes: _TableWrites) -> None:
-        token_pieces, token_values, block_pieces, block_values = tensors
-        if token_writes.pieces:
-            write_rows(self._tables.token_table, token_pieces, token_values, max_length=token_writes.max_length)
-        if block_writes.pieces:
-            write_rows(self._tables.block_table, block_pieces, block_values, max_length=block_writes.max_length)
+        return {
+            "idx_mapping": plan.slots.astype(np.int32),
+            "query_start_loc": plan.query_start_loc,
+            "num_computed_tokens": plan.starts,
+            "num_table_tokens": num_table,
+        }
 
     def _make_batch(
         self,
@@ -376,16 +374,17 @@ class DevicePipeline(StepPipeline):
         bits = np.zeros((len(bitmasks), num_bytes), dtype=np.uint8)
         for place, bitmask in enumerate(bitmasks.values()):
             bits[place] = np.frombuffer(bitmask, dtype=np.uint8, count=num_bytes)
-        rows, bits_tensor = self._send(self._bitmask_staging, [np.fromiter(bitmasks, dtype=np.int64, count=len(bitmasks)), bits])
-        return rows, bits_tensor
+        rows = np.fromiter(bitmasks, dtype=np.int64, count=len(bitmasks))
+        sent = self._send(self._bitmask_staging, {"rows": rows, "bits": bits})
+        return sent["rows"], sent["bits"]
 
-    def upload(self, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
+    def upload(self, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, torch.Tensor]:
         return self._send(self._upload_staging, arrays)
 
-    def _send(self, staging: Staging, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
+    def _send(self, staging: Staging, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, torch.Tensor]:
         """The arrays as tensors in memory of their own, without waiting for the device."""
-        staged = staging.stage(arrays)
-        tensors = [tensor.clone() for tensor in staged.tensors]
+        staged = staging.stage({"arrays": arrays})
+        tensors = {name: tensor.clone() for name, tensor in staged.groups["arrays"].items()}
         staged.release()
         return tensors
 

@@ -137,8 +137,8 @@ class HostPipeline(StepPipeline):
             )
         ]
 
-    def upload(self, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
-        return [self._device.to_device(array) for array in arrays]
+    def upload(self, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, torch.Tensor]:
+        return {name: self._device.to_device(array) for name, array in arrays.items()}
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[npt.NDArray[Any]]:
         return [self._device.to_host(tensor) for tensor in tensors]

@@ -6,7 +6,7 @@ are two such pairs, used in turns, so that a step is packed and copied while the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +61,7 @@ class _Buffer:
 class StagedArrays:
     """A step's arrays on the device, valid for work that is enqueued before `release`."""
 
-    tensors: list[torch.Tensor]  # as the arrays: the same shapes and dtypes
+    groups: dict[str, dict[str, torch.Tensor]]  # as the arrays: the same names, shapes and dtypes
     _buffer: _Buffer
     _transfers: Transfers
 
@@ -80,11 +80,12 @@ class Staging:
         self._buffers = [_Buffer(transfers, self.capacity) for _ in range(_NUM_BUFFERS)]
         self._turn = 0
 
-    def stage(self, arrays: Sequence[npt.NDArray[Any]]) -> StagedArrays:
-        """Send int32, int64, float32 and uint8 arrays to the device in one copy.
+    def stage(self, groups: Mapping[str, Mapping[str, npt.NDArray[Any]]]) -> StagedArrays:
+        """Send int32, int64, float32 and uint8 arrays to the device in one copy. They come back by the same names.
 
         Raises RuntimeError if both buffers are held by steps that have not released theirs.
         """
+        arrays = [array for group in groups.values() for array in group.values()]
         offsets, num_bytes = plan_layout([array.nbytes for array in arrays])
         buffer = self._next_buffer(num_bytes)
         if buffer.copied is not None:
@@ -94,10 +95,10 @@ class Staging:
                 buffer.bytes[offset : offset + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
         if num_bytes:
             buffer.copied = self._transfers.upload(buffer.host[:num_bytes], buffer.device[:num_bytes], after=buffer.read)
-        tensors = [
-            buffer.device[offset : offset + array.nbytes].view(_TORCH_DTYPES[array.dtype.name]).view(array.shape)
-            for array, offset in zip(arrays, offsets, strict=True)
-        ]
+        places = iter(offsets)
+        tensors = {
+            group: {name: _view(buffer.device, next(places), array) for name, array in named.items()} for group, named in groups.items()
+        }
         buffer.is_held = True
         return StagedArrays(tensors, buffer, self._transfers)
 
@@ -109,3 +110,8 @@ class Staging:
         if num_bytes > buffer.capacity:
             buffer = self._buffers[turn] = _Buffer(self._transfers, staging_capacity(num_bytes))
         return buffer
+
+
+def _view(device: torch.Tensor, offset: int, array: npt.NDArray[Any]) -> torch.Tensor:
+    """The bytes from `offset` on as what `array` is."""
+    return device[offset : offset + array.nbytes].view(_TORCH_DTYPES[array.dtype.name]).view(array.shape)

@@ -6,8 +6,9 @@ same tokens on either (tests/worker/sample/test_one_seed.py), but where the roun
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -55,47 +56,40 @@ class DeviceSamples:
         return [t for t in (self.token_ids, self.best, self.logprob_token_ids, self.logprobs, self.ranks) if t is not None]
 
 
-def sampling_arrays(batch: SamplingBatch, slots: npt.NDArray[np.int64], *, vocab_size: int) -> list[npt.NDArray[np.generic]]:
-    """What the host sends of a step's parameters, in the order of `StagedSampling`'s tensors; then those of its edits."""
+def sampling_arrays(batch: SamplingBatch, slots: npt.NDArray[np.int64], *, vocab_size: int) -> dict[str, dict[str, npt.NDArray[Any]]]:
+    """What the host sends of a step's parameters: the tensors of `StagedSampling` by their names, and `LogitEditArrays.arrays`."""
     masked = [row * vocab_size + token_ids for row, token_ids in batch.ending_token_ids.items()]
-    return [
-        slots.astype(np.int32),
-        batch.temperature,
-        np.minimum(batch.top_k, vocab_size).astype(np.int32),
-        np.maximum(batch.top_p.astype(np.float32), np.finfo(np.float32).tiny),  # what float64 has below is 0 in float32
-        np.exp(batch.log_min_p),
-        batch.seeds.view(np.int64),
-        batch.output_indices.astype(np.int32),
-        np.concatenate(masked) if masked else np.zeros(0, dtype=np.int64),
-        (batch.num_logprobs >= 0).nonzero()[0],
-        *(batch.logit_edits.arrays() if batch.logit_edits is not None else ()),
-    ]
+    own = {
+        "slots": slots.astype(np.int32),
+        "temperature": batch.temperature,
+        "top_k": np.minimum(batch.top_k, vocab_size).astype(np.int32),
+        "top_p": np.maximum(batch.top_p.astype(np.float32), np.finfo(np.float32).tiny),  # what float64 has below is 0 in float32
+        "min_p": np.exp(batch.log_min_p),
+        "seeds": batch.seeds.view(np.int64),
+        "output_indices": batch.output_indices.astype(np.int32),
+        "masked_positions": np.concatenate(masked) if masked else np.zeros(0, dtype=np.int64),
+        "logprob_rows": (batch.num_logprobs >= 0).nonzero()[0],
+    }
+    return {"sampling": own, "logit_edits": {} if batch.logit_edits is None else batch.logit_edits.arrays()}
 
 
 def staged_sampling(
-    tensors: Sequence[torch.Tensor],  # `sampling_arrays` as they came to the device
+    sent: Mapping[str, Mapping[str, torch.Tensor]],  # `sampling_arrays` as they came to the device
     batch: SamplingBatch,
     *,
     token_table: torch.Tensor,  # [max_num_reqs, max_model_len] int32, which holds this step's tokens
 ) -> StagedSampling:
-    """The tensors by name, and what the host decides by."""
-    rows = (batch.num_logprobs >= 0).nonzero()[0]
+    """The tensors, and what the host decides by."""
+    rows, _edits = (batch.num_logprobs >= 0).nonzero()[0], batch.logit_edits
     has_filter = (batch.top_k > 0) | (batch.top_p < 1) | np.isfinite(batch.log_min_p)
-    slots, temperature, top_k, top_p, min_p, seeds, output_indices, masked_positions, logprob_rows, *rest = tensors
     return StagedSampling(
-        slots=slots,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seeds=seeds,
-        output_indices=output_indices,
-        masked_positions=masked_positions,
-        logprob_rows=logprob_rows,
+        **sent["sampling"],
         logprob_rows_np=rows,
         num_logprobs=batch.num_logprobs[rows].tolist(),
         needs_filters=bool((has_filter & (batch.temperature > 0)).any()),
-        logit_edits=None if batch.logit_edits is None else LogitEdits.build(batch.logit_edits, rest, token_table=token_table),
+        logit_edits=None
+        if batch.logit_edits is None
+        else LogitEdits.build(batch.logit_edits, sent["logit_edits"], token_table=token_table),
     )
 
 

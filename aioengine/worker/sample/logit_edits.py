@@ -6,7 +6,7 @@ arithmetic and a scatter, so a row's bits depend on nothing but the row; and it 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -105,9 +105,9 @@ class LogitEditArrays:
     max_history_len: int
     has_penalties: bool
 
-    def arrays(self) -> list[npt.NDArray[Any]]:
-        """All arrays, in the order in which `LogitEdits` takes them as tensors."""
-        return [value for field in fields(self) if isinstance(value := getattr(self, field.name), np.ndarray)]
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """All arrays by the names of their fields."""
+        return {field.name: value for field in fields(self) if isinstance(value := getattr(self, field.name), np.ndarray)}
 
 
 def logit_edit_arrays(
@@ -168,28 +168,14 @@ class LogitEdits:
     def build(
         cls,
         host: LogitEditArrays,
-        tensors: Sequence[torch.Tensor],  # `host.arrays()` on the device
+        tensors: Mapping[str, torch.Tensor],  # `host.arrays()` on the device
         *,
         token_table: torch.Tensor,  # [max_num_reqs, max_model_len] int32
     ) -> LogitEdits:
         """Copies the histories: the table may move on to a later step."""
-        allowed_rows, allowed, bad, bias, biases, rows, slots, lens, num_prompt, penalties, histories, prefixes, positions = tensors
-        return cls(
-            allowed_rows=allowed_rows,
-            allowed_positions=allowed,
-            bad_positions=bad,
-            bias_positions=bias,
-            biases=biases,
-            history_rows=rows,
-            history_lens=lens,
-            num_prompt_tokens=num_prompt,
-            penalties=penalties,
-            word_histories=histories,
-            word_prefixes=prefixes,
-            word_positions=positions,
-            token_ids=token_table[:, : host.max_history_len].index_select(0, slots).long(),
-            has_penalties=host.has_penalties,
-        )
+        histories = token_table[:, : host.max_history_len].index_select(0, tensors["history_slots"]).long()
+        as_they_are = {name: tensor for name, tensor in tensors.items() if name != "history_slots"}
+        return cls(**as_they_are, token_ids=histories, has_penalties=host.has_penalties)
 
 
 def apply_masks(logits: torch.Tensor, logit_edits: LogitEdits) -> None:

@@ -35,7 +35,7 @@ from aioengine.worker.sample.logits_processor import LoadedProcessor, ProcessorR
 from aioengine.worker.sample.logprobs import collect_logprobs
 from aioengine.worker.sample.states import SamplingBatch
 from aioengine.worker.sample.top_k_top_p import KeptTokens, keep_top_k_top_p
-from aioengine_kernels.draw_tokens import inverse_cdf
+from aioengine_kernels.inverse_cdf import inverse_cdf
 from aioengine_kernels.philox import uniform
 
 NAN_LOGITS = "the model gave logits that are not numbers (NaN or infinite) for this request, so no token could be sampled"
@@ -123,7 +123,7 @@ def _edit(
     logit_edits = None
     if batch.logit_edits is not None:
         assert token_table is not None, "penalties and bad_words need the token table"
-        tensors = [torch.from_numpy(array).to(logits.device) for array in batch.logit_edits.arrays()]
+        tensors = {name: torch.from_numpy(array).to(logits.device) for name, array in batch.logit_edits.arrays().items()}
         logit_edits = LogitEdits.build(batch.logit_edits, tensors, token_table=token_table)
     for row, bitmask in bitmasks.items():
         apply_bitmask(logits[row], bitmask)

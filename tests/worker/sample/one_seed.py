@@ -10,6 +10,8 @@ import numpy as np
 import torch
 
 from aioengine.sampling_params import SamplingParams
+from aioengine.worker.pipeline.staging import Staging
+from aioengine.worker.pipeline.transfers import HostTransfers
 from aioengine.worker.sample.device_sampler import sample_on_device, sampling_arrays, staged_sampling
 from aioengine.worker.sample.sampler import sample
 from aioengine.worker.sample.states import SamplingStates
@@ -75,11 +77,11 @@ def both_samplers(case: Case) -> tuple[list[int], list[int]]:
     slots = np.arange(num_rows)
     batch = states.gather(slots, np.asarray(case.output_indices, dtype=np.int64))
     host = sample(case.logits.clone(), batch, bitmasks=case.bitmasks, token_table=case.token_table)
-    tensors = [torch.from_numpy(np.ascontiguousarray(array)) for array in sampling_arrays(batch, slots, vocab_size=vocab_size)]
+    sent = Staging(HostTransfers()).stage(sampling_arrays(batch, slots, vocab_size=vocab_size))
     bits = np.array([np.frombuffer(mask, dtype=np.uint8) for mask in case.bitmasks.values()])
     device = sample_on_device(
         case.logits.clone(),
-        staged_sampling(tensors, batch, token_table=case.token_table),
+        staged_sampling(sent.groups, batch, token_table=case.token_table),
         last_sampled_tokens=torch.zeros(num_rows, dtype=torch.int32),
         allowed=(torch.tensor(list(case.bitmasks)), torch.from_numpy(bits)) if case.bitmasks else None,
         eos_token_ids=torch.from_numpy(states.eos_token_ids),

@@ -14,6 +14,7 @@ from aioengine.config import LogprobsMode
 from aioengine.sampling_params import SamplingParams
 from aioengine.worker.pipeline.base import SampledRows
 from aioengine.worker.pipeline.device import _PendingRows
+from aioengine.worker.pipeline.staging import Staging
 from aioengine.worker.pipeline.transfers import HostTransfers
 from aioengine.worker.sample.device_sampler import DeviceSamples, sample_on_device, sampling_arrays, staged_sampling
 from aioengine.worker.sample.sampler import NAN_LOGITS, NOTHING_ALLOWED
@@ -51,8 +52,8 @@ def run(logits: torch.Tensor, options: dict[str, Any], *, mode: LogprobsMode, ha
         states.set(slot, SamplingParams(**{"seed": slot, **options}), num_prompt_tokens=2)
     slots, table = np.arange(3), torch.tensor([[1, 2, 0, 0]] * 3, dtype=torch.int32)
     batch = states.gather(slots, np.zeros(3, dtype=np.int64))
-    tensors = [torch.from_numpy(np.ascontiguousarray(array)) for array in sampling_arrays(batch, slots, vocab_size=VOCAB_SIZE)]
-    staged = staged_sampling(tensors, batch, token_table=table)
+    sent = Staging(HostTransfers()).stage(sampling_arrays(batch, slots, vocab_size=VOCAB_SIZE))
+    staged = staged_sampling(sent.groups, batch, token_table=table)
     bits = torch.tensor([[255, 255, 0, 0]], dtype=torch.uint8)
     samples = sample_on_device(
         logits.clone(),

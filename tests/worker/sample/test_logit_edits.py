@@ -48,7 +48,7 @@ def on_device(logits: torch.Tensor, rows: list[Row]) -> list[int]:
     batch, table = make_batch(rows)
     slots = np.arange(len(rows), dtype=np.int64)
     arrays = Staging(HostTransfers()).stage(sampling_arrays(batch, slots, vocab_size=VOCAB_SIZE))
-    staged = staged_sampling(arrays.tensors, batch, token_table=table)
+    staged = staged_sampling(arrays.groups, batch, token_table=table)
     last = torch.zeros(len(rows), dtype=torch.int32)
     tokens: list[int] = sample_on_device(logits.clone(), staged, last_sampled_tokens=last).token_ids.tolist()
     return tokens
@@ -247,7 +247,7 @@ def test_logprobs_mode_says_which_numbers_are_reported(mode: Any, where: str, fi
         from aioengine.worker.sample.logprobs import make_entries
 
         arrays = Staging(HostTransfers()).stage(sampling_arrays(batch, np.arange(3), vocab_size=VOCAB_SIZE))
-        staged = staged_sampling(arrays.tensors, batch, token_table=table)
+        staged = staged_sampling(arrays.groups, batch, token_table=table)
         samples = sample_on_device(logits.clone(), staged, last_sampled_tokens=torch.zeros(3, dtype=torch.int32), logprobs_mode=mode)
         ids, values, ranks = (tensor.tolist() for tensor in samples.tensors()[2:])
         token, entry = int(samples.token_ids[1]), make_entries(ids, values, ranks, staged.num_logprobs)[0]
@@ -303,7 +303,7 @@ def test_what_a_grammar_calls_complete_ends_where_the_other_masks_leave_nothing(
     arrays = Staging(HostTransfers()).stage(sampling_arrays(batch, slots, vocab_size=VOCAB_SIZE))
     samples = sample_on_device(
         logits.clone(),
-        staged_sampling(arrays.tensors, batch, token_table=table),
+        staged_sampling(arrays.groups, batch, token_table=table),
         last_sampled_tokens=torch.zeros(len(rows), dtype=torch.int32),
         allowed=(torch.arange(len(rows)), torch.tensor([list(row) for row in bits], dtype=torch.uint8)),
         eos_token_ids=torch.tensor([EOS]),

@@ -11,7 +11,7 @@ from aioengine.outputs import Logprob
 from aioengine.sampling_params import SamplingParams
 from aioengine.worker.sample.sampler import SamplerOutput, sample
 from aioengine.worker.sample.states import SamplingStates
-from aioengine_kernels.draw_tokens import inverse_cdf
+from aioengine_kernels.inverse_cdf import inverse_cdf
 
 EOS = frozenset({3, 9})
 
