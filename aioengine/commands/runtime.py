@@ -49,10 +49,10 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 @asynccontextmanager
 async def started_engine(
-    config: EngineConfig, publish: PublishOptions, *, make: Callable[..., AsyncEngine] = AsyncEngine
+    config: EngineConfig, publish: PublishOptions, *, make: Callable[..., AsyncEngine] | None = None
 ) -> AsyncIterator[AsyncEngine]:
-    """An engine that is loaded, and shut down at the end of the block. make: what builds it, from what `AsyncEngine` takes."""
-    engine = make(config, **publishing(publish))
+    """An engine that is loaded, and shut down at the end of the block. make: what builds it, in place of `AsyncEngine`."""
+    engine = (make or AsyncEngine)(config, **publishing(publish))
     try:
         with interrupts_leave_at_once(), status(f"loading {config.model} ..."):
             await engine.start()

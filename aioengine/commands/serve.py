@@ -15,7 +15,6 @@ from pathlib import Path
 from aioengine.commands.runtime import run, started_engine
 from aioengine.commands.termination import drained_is_success
 from aioengine.config import EngineConfig
-from aioengine.engine.async_engine import AsyncEngine
 from aioengine.engine.publish_options import PublishOptions
 from aioengine.errors import ConfigError
 from aioengine.server import ServerSettings, create_app
@@ -109,7 +108,7 @@ async def _serve(command: ServeCommand, settings: ServerSettings, limits: Connec
     tracer = None if endpoint is None else OtelTracer.to_endpoint(endpoint, model_name=name)
     sockets = bind(command.host, command.port)  # before the model is loaded: that takes long
     try:
-        make = AsyncEngine if command.script is None else partial(ScriptedEngine, script=command.script)
+        make = None if command.script is None else partial(ScriptedEngine, script=command.script)
         async with started_engine(command.config, command.publish, make=make) as engine:
             app = create_app(engine, settings, tracer=tracer)
             server = Server(app, sockets, limits=limits)
