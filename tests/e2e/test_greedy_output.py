@@ -45,6 +45,7 @@ def assert_greedy(outputs: list[RequestOutput], oracle: Any, gaps: Gaps) -> None
 
 
 @pytest.mark.model
+@pytest.mark.timeout(900)
 async def test_ten_chats_equal_transformers(smollm2_oracle: Any, oracle_gaps: Gaps) -> None:
     async with AsyncEngine("smollm2", dtype="float32") as engine:
         messages = [[{"role": "user", "content": question}] for question in QUESTIONS]
