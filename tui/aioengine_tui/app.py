@@ -25,14 +25,16 @@ from textual.worker import Worker, WorkerError
 from aioengine.errors import AioEngineError
 from aioengine_tui.control import ControlActions
 from aioengine_tui.keymap import BINDINGS, COMMANDS
-from aioengine_tui.messages import FilterWanted, OpenRequest
+from aioengine_tui.messages import FilterWanted, OpenFrame, OpenPrefixTree, OpenRequest
 from aioengine_tui.model.state import DashboardState
 from aioengine_tui.screens.base import FilterView, View
 from aioengine_tui.screens.batch import BatchView
 from aioengine_tui.screens.blocks import BlocksView
+from aioengine_tui.screens.frame import FrameView
 from aioengine_tui.screens.help import HelpView
 from aioengine_tui.screens.log import LogView
 from aioengine_tui.screens.overview import OverviewView
+from aioengine_tui.screens.prefix import PrefixView
 from aioengine_tui.screens.request import RequestView
 from aioengine_tui.screens.step import StepView
 from aioengine_tui.session import Session
@@ -107,6 +109,8 @@ class DashboardApp(ControlActions, App[None]):
             yield BlocksView(palette, session, id="blocks")
             yield LogView(palette, session, id="log")
             yield RequestView(palette, session, id="request")
+            yield FrameView(palette, session, id="frame")
+            yield PrefixView(palette, session, id="prefix")
             yield HelpView(palette, session, id="help")
         yield LineView(palette, id="replay")
         yield Input(id="entry", classes="off", compact=True)
@@ -231,6 +235,13 @@ class DashboardApp(ControlActions, App[None]):
     def on_open_request(self, message: OpenRequest) -> None:
         self.query_one(RequestView).open(message.request_id)
         self.action_show("request")
+
+    def on_open_frame(self, message: OpenFrame) -> None:
+        self.query_one(FrameView).open(message.step_id)
+        self.action_show("frame")
+
+    def on_open_prefix_tree(self, message: OpenPrefixTree) -> None:
+        self.action_show("prefix")
 
     # ------------------------------------------------------------------ pause, speed, themes, files
     def action_pause(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from aioengine_tui.model.owner_marks import OwnerMarks
 from aioengine_tui.model.state import DashboardState
 
 
@@ -12,6 +13,7 @@ class Session:
         self.live = live
         self._frozen: DashboardState | None = None
         self.selected: str | None = None  # a request id
+        self.owner_marks = OwnerMarks()  # the colours and letters of requests, alike on every screen
 
     @property
     def state(self) -> DashboardState:

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 
+from aioengine_tui.messages import OpenFrame
 from aioengine_tui.model.state import DashboardState, StepRecord
 from aioengine_tui.screens.base import ListView
 from aioengine_tui.session import Session
@@ -23,9 +24,10 @@ _MIN_TIMELINE = 5  # rows; the lanes are left out where there would be fewer
 
 class StepView(ListView):
     screen_title: ClassVar[str] = "Step"
-    key_hints: ClassVar[tuple[tuple[str, str], ...]] = (("↑↓", "choose step"), ("end", "follow"), ("l", "lanes"))
+    key_hints: ClassVar[tuple[tuple[str, str], ...]] = (("↑↓", "choose step"), ("enter", "field by field"), ("end", "follow"), ("l", "lanes"))
 
     BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter", "open", "the step field by field", show=False),
         Binding("l", "lanes", "lanes on or off", show=False),
         Binding("escape", "last", "follow the latest step", show=False),
     ]
@@ -35,6 +37,11 @@ class StepView(ListView):
         self.with_lanes = True
         self._first_step_id: int | None = None
         self._frame_height = self._for_height = 0
+
+    def action_open(self) -> None:
+        steps = self.session.state.steps
+        if steps:
+            self.post_message(OpenFrame(steps[max(0, min(self.scroll_state.cursor, len(steps) - 1))].step_id))
 
     def action_lanes(self) -> None:
         self.with_lanes = not self.with_lanes

@@ -18,3 +18,4 @@ LANE_FILLS: dict[str, str] = {"schedule": "▚", "execute": "█", "sample": "�
 BLOCK_GLYPHS: dict[str, str] = {"free": "·", "cached": "░", "used": "█", "shared": "▓", "allocated": "+", "released": "-"}
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 LIT = "#"  # a block of the selected request
+EVICTED = "x"  # a block whose cached content was just lost to a new owner

@@ -6,6 +6,7 @@ and attributes. Lines know nothing of Textual, so a test reads them as text.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -138,6 +139,30 @@ def fit_line(line: Line, width: int) -> Line:
     if left > 0:
         fitted.append(Part(" " * left, "text"))
     return fitted
+
+
+def wrap_line(line: Line, width: int, *, indent: int = 0) -> list[Line]:
+    """The line in as many lines of at most `width` cells as it takes, broken at blanks; all but the first are indented.
+
+    A word that is wider than a line is cut, with CLIPPED.
+    """
+    indent = min(indent, width // 2)
+    lines: list[Line] = [[]]
+    used = 0
+    for text, role in line:
+        for word in re.findall(r" *[^ ]+ *|^ +$", text):
+            size, bare = width_of(word), width_of(word.rstrip(" "))
+            if used + bare > width and used > (indent if len(lines) > 1 else 0):
+                lines.append([Part(" " * indent)])
+                word = word.lstrip(" ")
+                used, size, bare = indent, width_of(word), width_of(word.rstrip(" "))
+            if used + bare > width:
+                word = fit(word.rstrip(" "), width - used)
+            elif used + size > width:
+                word = word[: len(word) - (used + size - width)]
+            lines[-1].append(Part(word, role))
+            used += width_of(word)
+    return lines
 
 
 def beside(left: Line, right: Line, width: int, *, fill: str = " ", role: str = "text") -> Line:
