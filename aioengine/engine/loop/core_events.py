@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from aioengine.core.scheduler import Scheduler
 from aioengine.core.scheduler_output import SchedulerOutput
-from aioengine.engine.loop.engine_snapshot import TextSource, build_snapshot
+from aioengine.engine.loop.engine_snapshot import TextSource, TokenTimes, build_snapshot
 from aioengine.engine.loop.failure_report import describe_event, describe_output
+from aioengine.engine.loop.step_sampler import MaskTiming
 from aioengine.events.bus import StepBus
 from aioengine.events.step_event import EngineSnapshot, Event, FinishedInfo, RequestInfo, StepEvent, StepResultEvent
 from aioengine.outputs import EngineCoreOutput, FinishReason, WorkerTiming
@@ -16,6 +18,8 @@ from aioengine.printable import LogLines, get_logger, printable
 from aioengine.request import Request
 
 logger = get_logger(__name__)
+
+E = TypeVar("E", StepEvent, StepResultEvent, EngineSnapshot)
 
 _NUM_EVENTS_KEPT = 32
 SNAPSHOT_INTERVAL = 2000
@@ -35,6 +39,10 @@ class CoreEvents:
         self._added: list[RequestInfo] = []
         self._finished: list[FinishedInfo] = []
         self._stats_before = scheduler.make_stats()  # as of the last result
+        self._last_step: StepEvent | None = None
+        self._last_result: StepResultEvent | None = None
+        self._times: dict[str, TokenTimes] = {}  # of live requests that have been scheduled
+        self._without_token: dict[str, TokenTimes] = {}  # those of them that have no token yet
         self._is_behind = False  # an event is missing and no snapshot has told what it would have
 
     # ------------------------------------------------------------------ who came and who went
@@ -53,6 +61,8 @@ class CoreEvents:
 
     def note_finished(self, request_id: str, reason: FinishReason, stop_reason: int | str | None) -> None:
         request = self._requests.pop(request_id)
+        self._times.pop(request_id, None)
+        self._without_token.pop(request_id, None)
         self._finished.append(FinishedInfo(request_id, reason, request.num_output_tokens, stop_reason))
 
     @property
@@ -64,7 +74,9 @@ class CoreEvents:
     def publish_step(self, output: SchedulerOutput, *, queue_depth: int, schedule_start: float, schedule_end: float) -> None:
         """A step was scheduled and handed to the worker. Times in seconds of `time.perf_counter()`."""
         report = self._scheduler.take_report()
-        self._publish_news(
+        for new in output.scheduled_new_reqs:
+            self._times[new.req_id] = self._without_token[new.req_id] = TokenTimes(schedule_start)
+        event = self._publish_news(
             lambda: StepEvent(
                 step_id=output.step_id,
                 time=schedule_end,
@@ -78,8 +90,11 @@ class CoreEvents:
                 schedule_end=schedule_end,
                 added=self._added,
                 finished=self._finished,
+                stopped_req_id=report.stopped_req_id,
+                num_blocks_needed=report.num_blocks_needed,
             )
         )
+        self._last_step = event or self._last_step
 
     def publish_result(
         self,
@@ -87,6 +102,7 @@ class CoreEvents:
         outputs: list[EngineCoreOutput],
         *,
         timing: WorkerTiming | None,
+        masks: MaskTiming | None,
         queue_depth: int,
         update_start: float,
         update_end: float,
@@ -95,7 +111,9 @@ class CoreEvents:
         stats, before = self._scheduler.make_stats(), self._stats_before
         self._stats_before = stats
         block_changes = self._scheduler.take_report().block_changes
-        self._publish_news(
+        if self._without_token:
+            self._note_first_tokens(outputs, time=update_end)
+        event = self._publish_news(
             lambda: StepResultEvent(
                 step_id=step_id,
                 time=update_end,
@@ -114,8 +132,16 @@ class CoreEvents:
                 new_text=self._text_source.take_new_text() if self._text_source is not None else {},
                 num_draft_tokens=stats.num_draft_tokens - before.num_draft_tokens,
                 num_accepted_tokens=stats.num_accepted_tokens - before.num_accepted_tokens,
+                grammar_start=masks.start if masks else None,
+                grammar_end=masks.end if masks else None,
             )
         )
+        self._last_result = event or self._last_result
+
+    def _note_first_tokens(self, outputs: list[EngineCoreOutput], *, time: float) -> None:
+        for output in outputs:
+            if output.new_token_ids and (times := self._without_token.pop(output.request_id, None)) is not None:
+                times.first_token_time = time
 
     def publish_snapshot(self, *, in_flight: Iterable[SchedulerOutput], paused: bool) -> None:
         """The full state, as it stands between two calls of the scheduler."""
@@ -126,26 +152,37 @@ class CoreEvents:
 
     def make_snapshot(self, *, in_flight: Iterable[SchedulerOutput], paused: bool) -> EngineSnapshot:
         """As `publish_snapshot`, for one who asks."""
-        return build_snapshot(self._scheduler, in_flight=in_flight, paused=paused, text_source=self._text_source)
+        last_step = self._last_step
+        return build_snapshot(
+            self._scheduler,
+            in_flight=in_flight,
+            paused=paused,
+            text_source=self._text_source,
+            times=self._times,
+            last_step=last_step if last_step is not None and last_step.step_id == self._scheduler.last_step_id else None,
+            last_result=self._last_result,
+        )
 
-    def _publish_news(self, make: Callable[[], Event]) -> None:
+    def _publish_news(self, make: Callable[[], E]) -> E | None:
         """Publish an event that tells who came and who went."""
-        if self._publish(make):
+        event = self._publish(make)
+        if event is not None:
             self._added, self._finished = [], []
+        return event
 
-    def _publish(self, make: Callable[[], Event]) -> bool:
-        """Publish what `make` builds. False if it raises: what observers see ends no step, and a snapshot will tell the rest."""
+    def _publish(self, make: Callable[[], E]) -> E | None:
+        """Publish what `make` builds. None if it raises: what observers see ends no step, and a snapshot will tell the rest."""
         try:
             event = make()
         except Exception:
             if not self._is_behind:
                 logger.exception("an event could not be built; observers get a snapshot as soon as there is one")
             self._is_behind = True
-            return False
+            return None
         self._is_behind = self._is_behind and not isinstance(event, EngineSnapshot)
         self._recent.append(event)
         self._bus.publish(event)
-        return True
+        return event
 
     def describe_recent(self) -> LogLines:
         """The last events, one a line, for the log of a failure. Never raises."""

@@ -106,11 +106,13 @@ class BlocksView(View):
         usage = blocks.num_used / blocks.num_blocks
         counts = (
             ("used", f"{blocks.num_used}/{blocks.num_blocks} ({percent(usage)})"), ("shared", blocks.num_shared),
-            ("cached", blocks.num_free_cached), ("free", blocks.num_free - blocks.num_free_cached),
+            ("free", f"{blocks.num_free} ({blocks.num_free_cached} cached)"),
             ("evicted", state.totals.num_evicted_blocks),
         )  # fmt: skip
         for label, value in counts:
             line += [Part(f"{label} ", "muted"), Part(f"{value}  ", "value")]
+        if state.totals.origin == "since_attach":
+            line.append(Part("(since attach)", "warn"))
         return fit_line(line, width)
 
     def _cursor_lines(self, state: DashboardState, width: int) -> list[Line]:
@@ -121,7 +123,7 @@ class BlocksView(View):
         first: Line = [
             Part("block ", "muted"), Part(f"{where}{info.block_id} ", "value"), Part(info.state, f"block_{info.state}"),
             Part("   ref_cnt ", "muted"), Part(str(info.ref_cnt), "value"), Part("   hash ", "muted"),
-            Part(info.block_hash or ("known to the cache" if info.is_cached else "-")), Part("   last use ", "muted"),
+            Part((info.block_hash or "")[:8] or ("known to the cache" if info.is_cached else "-")), Part("   last use ", "muted"),
             Part(f"step {info.last_use_step}" if info.last_use_step else "never seen"), Part("   owners ", "muted"),
             Part(", ".join(clean(owner) for owner in info.owners) or "nobody", "accent"),
         ]  # fmt: skip
