@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import TypeVar
 
 from aioengine.core.scheduler import Scheduler
 from aioengine.core.scheduler_output import SchedulerOutput
@@ -18,8 +17,6 @@ from aioengine.printable import LogLines, get_logger, printable
 from aioengine.request import Request
 
 logger = get_logger(__name__)
-
-E = TypeVar("E", StepEvent, StepResultEvent, EngineSnapshot)
 
 _NUM_EVENTS_KEPT = 32
 SNAPSHOT_INTERVAL = 2000
@@ -76,25 +73,26 @@ class CoreEvents:
         report = self._scheduler.take_report()
         for new in output.scheduled_new_reqs:
             self._times[new.req_id] = self._without_token[new.req_id] = TokenTimes(schedule_start)
-        event = self._publish_news(
-            lambda: StepEvent(
-                step_id=output.step_id,
-                time=schedule_end,
-                output=output,
-                stats=self._scheduler.make_stats(),
-                admission_stop=report.admission_stop,
-                token_budget=self._token_budget,
-                block_changes=report.block_changes,
-                queue_depth=queue_depth,
-                schedule_start=schedule_start,
-                schedule_end=schedule_end,
-                added=self._added,
-                finished=self._finished,
-                stopped_req_id=report.stopped_req_id,
-                num_blocks_needed=report.num_blocks_needed,
+        self._publish_news(
+            lambda: self._keep_step(
+                StepEvent(
+                    step_id=output.step_id,
+                    time=schedule_end,
+                    output=output,
+                    stats=self._scheduler.make_stats(),
+                    admission_stop=report.admission_stop,
+                    token_budget=self._token_budget,
+                    block_changes=report.block_changes,
+                    queue_depth=queue_depth,
+                    schedule_start=schedule_start,
+                    schedule_end=schedule_end,
+                    added=self._added,
+                    finished=self._finished,
+                    stopped_req_id=report.stopped_req_id,
+                    num_blocks_needed=report.num_blocks_needed,
+                )
             )
         )
-        self._last_step = event or self._last_step
 
     def publish_result(
         self,
@@ -113,30 +111,40 @@ class CoreEvents:
         block_changes = self._scheduler.take_report().block_changes
         if self._without_token:
             self._note_first_tokens(outputs, time=update_end)
-        event = self._publish_news(
-            lambda: StepResultEvent(
-                step_id=step_id,
-                time=update_end,
-                num_new_tokens={output.request_id: len(output.new_token_ids) for output in outputs},
-                stats=stats,
-                block_changes=block_changes,
-                queue_depth=queue_depth,
-                execute_start=timing.execute_start if timing else None,
-                execute_end=timing.execute_end if timing else None,
-                sample_start=timing.sample_start if timing else None,
-                sample_end=timing.sample_end if timing else None,
-                update_start=update_start,
-                update_end=update_end,
-                finished=self._finished,
-                added=self._added,
-                new_text=self._text_source.take_new_text() if self._text_source is not None else {},
-                num_draft_tokens=stats.num_draft_tokens - before.num_draft_tokens,
-                num_accepted_tokens=stats.num_accepted_tokens - before.num_accepted_tokens,
-                grammar_start=masks.start if masks else None,
-                grammar_end=masks.end if masks else None,
+        self._publish_news(
+            lambda: self._keep_result(
+                StepResultEvent(
+                    step_id=step_id,
+                    time=update_end,
+                    num_new_tokens={output.request_id: len(output.new_token_ids) for output in outputs},
+                    stats=stats,
+                    block_changes=block_changes,
+                    queue_depth=queue_depth,
+                    execute_start=timing.execute_start if timing else None,
+                    execute_end=timing.execute_end if timing else None,
+                    sample_start=timing.sample_start if timing else None,
+                    sample_end=timing.sample_end if timing else None,
+                    update_start=update_start,
+                    update_end=update_end,
+                    finished=self._finished,
+                    added=self._added,
+                    new_text=self._text_source.take_new_text() if self._text_source is not None else {},
+                    num_draft_tokens=stats.num_draft_tokens - before.num_draft_tokens,
+                    num_accepted_tokens=stats.num_accepted_tokens - before.num_accepted_tokens,
+                    grammar_start=masks.start if masks else None,
+                    grammar_end=masks.end if masks else None,
+                )
             )
         )
-        self._last_result = event or self._last_result
+
+    def _keep_step(self, event: StepEvent) -> StepEvent:
+        """For snapshots; observers may ask for one when they are told of it."""
+        self._last_step = event
+        return event
+
+    def _keep_result(self, event: StepResultEvent) -> StepResultEvent:
+        self._last_result = event
+        return event
 
     def _note_first_tokens(self, outputs: list[EngineCoreOutput], *, time: float) -> None:
         for output in outputs:
@@ -163,26 +171,24 @@ class CoreEvents:
             last_result=self._last_result,
         )
 
-    def _publish_news(self, make: Callable[[], E]) -> E | None:
+    def _publish_news(self, make: Callable[[], Event]) -> None:
         """Publish an event that tells who came and who went."""
-        event = self._publish(make)
-        if event is not None:
+        if self._publish(make):
             self._added, self._finished = [], []
-        return event
 
-    def _publish(self, make: Callable[[], E]) -> E | None:
-        """Publish what `make` builds. None if it raises: what observers see ends no step, and a snapshot will tell the rest."""
+    def _publish(self, make: Callable[[], Event]) -> bool:
+        """Publish what `make` builds. False if it raises: what observers see ends no step, and a snapshot will tell the rest."""
         try:
             event = make()
         except Exception:
             if not self._is_behind:
                 logger.exception("an event could not be built; observers get a snapshot as soon as there is one")
             self._is_behind = True
-            return None
+            return False
         self._is_behind = self._is_behind and not isinstance(event, EngineSnapshot)
         self._recent.append(event)
         self._bus.publish(event)
-        return event
+        return True
 
     def describe_recent(self) -> LogLines:
         """The last events, one a line, for the log of a failure. Never raises."""
