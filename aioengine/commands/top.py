@@ -60,7 +60,8 @@ def top(settings: TopSettings) -> None:
         stack.enter_context(signals_handled_by(signal.SIGTERM, _terminate))
         address = settings.address
         if settings.tour:
-            return _tour(settings)
+            _tour(settings)
+            return
         if address is None:
             address = stack.enter_context(demo_engine(settings.demo_config))
         # A browser's page runs this command with its standard output connected to the web server.

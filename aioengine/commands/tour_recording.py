@@ -152,7 +152,9 @@ class StepClock:
         self._spans: dict[int, tuple[float, float, float]] = {}  # step -> start and end of its forward, end of sampling
 
     def retime(self, events: list[Event]) -> list[Event]:
-        return [self._scheduled(e) if isinstance(e, StepEvent) else self._came_back(e) if isinstance(e, StepResultEvent) else e for e in events]
+        return [
+            self._scheduled(e) if isinstance(e, StepEvent) else self._came_back(e) if isinstance(e, StepResultEvent) else e for e in events
+        ]
 
     def _scheduled(self, event: StepEvent) -> StepEvent:
         start, end = self._host, self._host + 0.001

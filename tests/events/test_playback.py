@@ -313,12 +313,12 @@ async def test_pause_step_seek_and_jump(path: Path) -> None:
         assert state.current is not None
         assert state.current.in_flight
         assert await source.jump("preemption")
-        await until(lambda: state.num_events == source.position)
+        await until(lambda: not source.seeking and state.num_events == source.position)
         assert state.current.preempted_ids
         before = state.last_step_id
         assert before > 40
         moved = await source.jump("preemption", backwards=True)
-        await until(lambda: state.num_events == source.position)
+        await until(lambda: not source.seeking and state.num_events == source.position)
         assert (state.last_step_id < before) == moved
         assert await source.jump("slowest")
         await source.seek_fraction(1.0)
@@ -359,7 +359,7 @@ async def test_a_viewer_is_asked_for_copies_while_it_plays(path: Path, monkeypat
         kept = dict(cursor._checkpoints)
         assert [kept[place].num_events for place in kept] == list(kept) != []
         await source.step(-1)
-        await until(lambda: state.num_events == source.position)
+        await until(lambda: not source.seeking and state.num_events == source.position)
 
 
 @pytest.fixture

@@ -103,7 +103,11 @@ class Palette:
         self._styles = _styles(colors)
         # On a cell that has a colour of its own, a reversed one would look like a cell of nobody.
         is_default = colors.text == "default"
-        self._cursor = Style(color="black", bgcolor="white", bold=True) if is_default else Style(color=theme.background, bgcolor=colors.text, bold=True)
+        self._cursor = (
+            Style(color="black", bgcolor="white", bold=True)
+            if is_default
+            else Style(color=theme.background, bgcolor=colors.text, bold=True)
+        )
 
     def __getitem__(self, role: str) -> Style:
         """Raises KeyError for a role that no palette has. `^` behind a role: the same under the cursor."""
@@ -128,7 +132,7 @@ def _styles(colors: Colors) -> dict[str, Style]:
             "graph": "accent", "graph2": "resumed", "budget_left": "border",
         }.items()
     }  # fmt: skip
-    dim = {} if colors.muted != "default" else {role: Style(dim=True) for role in ("muted", "border", "waiting", "finished", "block_free")}
+    dim = {} if colors.muted != "default" else {role: Style(dim=True) for role in ("muted", "border", "waiting", "finished", "block_empty")}
     bold = {
         "title": Style(color=colors.accent, bold=True), "value": Style(color=colors.text, bold=True),
         "key": Style(color=colors.accent, bold=True), "header": Style(color=colors.muted, underline=True),
@@ -158,9 +162,41 @@ _BRIGHT = (
 _DEEP = (
     "#1565c0", "#8a5a00", "#2f7d32", "#b5460f", "#7b1fa2", "#00707a", "#ad1457", "#455a80", "#6b6500", "#9c5700", "#3c6e1f", "#5336b8",
 )  # fmt: skip
-_TERMINAL = ("cyan", "yellow", "green", "magenta", "blue", "red", "bright_cyan", "bright_yellow", "bright_green", "bright_magenta", "bright_blue", "bright_red")
-_OKABE_ITO = ("#56b4e9", "#e69f00", "#009e73", "#f0e442", "#cc79a7", "#d55e00", "#7fb2ff", "#ffc966", "#4fd6ae", "#fff6a0", "#e8b3d2", "#ff9a5c")
-_OWNER_COLOURS = {"default": _TERMINAL, _LIGHT.text: _DEEP, _COLOUR_BLIND.text: _OKABE_ITO, _DARK.text: _BRIGHT, _HIGH_CONTRAST.text: _BRIGHT}
+_TERMINAL = (
+    "cyan",
+    "yellow",
+    "green",
+    "magenta",
+    "blue",
+    "red",
+    "bright_cyan",
+    "bright_yellow",
+    "bright_green",
+    "bright_magenta",
+    "bright_blue",
+    "bright_red",
+)
+_OKABE_ITO = (
+    "#56b4e9",
+    "#e69f00",
+    "#009e73",
+    "#f0e442",
+    "#cc79a7",
+    "#d55e00",
+    "#7fb2ff",
+    "#ffc966",
+    "#4fd6ae",
+    "#fff6a0",
+    "#e8b3d2",
+    "#ff9a5c",
+)
+_OWNER_COLOURS = {
+    "default": _TERMINAL,
+    _LIGHT.text: _DEEP,
+    _COLOUR_BLIND.text: _OKABE_ITO,
+    _DARK.text: _BRIGHT,
+    _HIGH_CONTRAST.text: _BRIGHT,
+}
 _OWNER_TEXT = {_LIGHT.text: "#ffffff"}
 
 
@@ -168,7 +204,7 @@ def _attribute_styles() -> dict[str, Style]:
     """Every role by attributes alone, for NO_COLOR."""
     plain, bold, dim = Style(), Style(bold=True), Style(dim=True)
     styles = dict.fromkeys(_styles(_DARK), plain)
-    for role in ("muted", "border", "waiting", "finished", "block_free", "budget_left", "prefix"):
+    for role in ("muted", "border", "waiting", "finished", "block_empty", "budget_left", "prefix"):
         styles[role] = dim
     for role in ("title", "value", "key", "bad", "alert", "warn", "preempted", "aborted", "block_allocated", "block_released"):
         styles[role] = bold

@@ -27,6 +27,7 @@ from aioengine_tui.widgets.text import Line, Part, beside, fit_line
 SPEED = 0.025
 """Of the scenes' clock: a step of 15 ms takes about 0.6 s."""
 
+_MIN_HEIGHT_FOR_PEACE = 20
 _MIN_HEIGHT_FOR_WORDS = 36  # where the frame screen explains its fields too
 _WORDS_PER_S = 3.5  # of a reader who looks at the screen as well
 _FIRST_S = 1.0  # until one has found the words
@@ -146,9 +147,10 @@ class TourApp(DashboardApp):
         self._shown: tuple[int, int] = (-1, -1)  # scene and caption
         self._go_on_at: float | None = None  # the scene waits for its reader until then
 
-    async def on_mount(self) -> None:
-        await self.mount(LineView(self.palette, id="tour"), after="#warnings")
-        self._show_screen()
+    def on_mount(self) -> None:
+        # Textual calls the base class's handler too.
+        self.mount(LineView(self.palette, id="tour"), after="#warnings")
+        self.call_after_refresh(self._show_screen)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if action in ("scene", "replay_scene") and self.query_one("#entry", Input).has_focus:
@@ -208,14 +210,16 @@ class TourApp(DashboardApp):
             playback.play()
 
     def tour_lines(self, width: int) -> list[Line]:
-        """Title and words. As many lines whatever the words, so that the screen below does not jump."""
+        """Title and words. Where there is room: as many lines whatever the words, so that the screen below does not jump."""
         scene = self.source.scene
         wrapped = [textwrap.wrap(caption.text, max(20, width - 4)) for caption in scene.captions]
         shown = wrapped[scene.caption_at(self.session.live.last_step_id)]
-        keys: Line = [part for key, words in (("n", "next"), ("b", "back"), ("r", "again"), ("space", "wait or go on")) for part in (Part(key, "key"), Part(f" {words}  ", "muted"))]
+        words = (("n", "next"), ("b", "back"), ("r", "again"), ("space", "wait or go on"))
+        keys: Line = [part for key, text in words[: 4 if width >= 80 else 3] for part in (Part(key, "key"), Part(f" {text} ", "muted"))]
         title: Line = [Part(f" tour {self.source.index + 1}/{len(self.source.scenes)} ", "tab_on"), Part(f" {scene.title} ", "title")]
-        waits = " · the scene waits while you read" if self._go_on_at is not None else ""
+        waits = " · waits while you read" if self._go_on_at is not None and width >= 100 else ""
         lines = [fit_line(beside([*title, Part(waits, "muted")], keys, width), width)]
         lines += [[Part("  "), Part(text, "text")] for text in shown]
-        most = min(max(map(len, wrapped)), max(2, self.size.height // 3))
-        return [fit_line(line, width) for line in (lines + [[] for _ in range(most)])[: most + 1]] + [[Part("─" * width, "border")]]
+        most = min(max(map(len, wrapped)), max(3, self.size.height // 3))
+        lines = (lines + [[] for _ in range(most)])[: most + 1] if self.size.height >= _MIN_HEIGHT_FOR_PEACE else lines
+        return [fit_line(line, width) for line in lines] + [[Part("─" * width, "border")]]

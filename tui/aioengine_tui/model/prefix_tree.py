@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -37,11 +36,14 @@ def prefix_runs(nodes: Iterable[PrefixNode], owners: Callable[[int], tuple[str, 
     runs: list[PrefixRun] = []
     roots = children.get("", [])
     # (first node, depth, is last, guides, blocks before); a stack, because a prefix may be deeper than Python recurses.
+    stack: list[tuple[PrefixNode, int, bool, tuple[bool, ...], int]]
     stack = [(node, 0, index == len(roots) - 1, (), 0) for index, node in enumerate(roots)][::-1]
     while stack:
         first, depth, is_last, guides, num_before = stack.pop()
         run, below = _run_from(first, children, owners)
-        runs.append(PrefixRun(depth, is_last, guides, run, num_before, owners(first.block_id), bool(first.parent_hash) and depth == 0, len(below)))
+        runs.append(
+            PrefixRun(depth, is_last, guides, run, num_before, owners(first.block_id), bool(first.parent_hash) and depth == 0, len(below))
+        )
         inner = (*guides, not is_last) if depth else ()
         stack += [(node, depth + 1, index == len(below) - 1, inner, num_before + len(run)) for index, node in enumerate(below)][::-1]
     return runs
@@ -70,7 +72,7 @@ def run_texts(runs: list[PrefixRun], texts_of: Callable[[PrefixRun], Iterable[st
     for index in range(len(runs) - 1, -1, -1):
         if (parent := parents[index]) is not None:
             through[parent] += through[index]
-    common = [os.path.commonprefix(texts) if texts else "" for texts in through]
+    common = [_common_start(texts) for texts in through]
     texts = []
     for index, parent in enumerate(parents):
         above = common[parent] if parent is not None else ""
@@ -87,3 +89,12 @@ def _parents(runs: list[PrefixRun]) -> list[int | None]:
         parents.append(path[-1] if path else None)
         path.append(index)
     return parents
+
+
+def _common_start(texts: list[str]) -> str:
+    """The characters with which all of them begin."""
+    if not texts:
+        return ""
+    first, last = min(texts), max(texts)  # whatever lies between them begins as both do
+    length = next((index for index, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+    return first[:length]

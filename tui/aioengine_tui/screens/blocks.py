@@ -113,11 +113,13 @@ class BlocksView(View):
         if not wide:
             facts = self._facts(state, content)
             parts = [part for label, value in facts for part in (Part(f"{label} ", "muted"), Part(f"{value}   ", "value"))]
-            foot = _wrapped(parts, width, num_foot - 1) + [owner_legend(self._owners(state), width)]
+            foot = [*_wrapped(parts, width, num_foot - 1), owner_legend(self._owners(state), width)]
         return [fit_line(line, width) for line in (*head, *grid, *foot)][:height]
 
     def _content(self, state: DashboardState) -> GridContent:
-        marks, ref_cnts, fills = {}, {}, {}
+        marks: dict[int, OwnerMark] = {}
+        ref_cnts: dict[int, int] = {}
+        fills: dict[int, int] = {}
         size = state.block_size
         self.session.owner_marks.forget_all_but(state.requests)
         for row in state.requests.values():
@@ -196,9 +198,7 @@ class BlocksView(View):
         lines: list[Line] = [rule("under the cursor", width)]
         for label, value in self._facts(state, content):
             wrapped = textwrap.wrap(value, width - 16) or [""]
-            lines += [
-                [Part(f"{label if index == 0 else '':<16}", "muted"), Part(text, "value")] for index, text in enumerate(wrapped[:4])
-            ]
+            lines += [[Part(f"{label if index == 0 else '':<16}", "muted"), Part(text, "value")] for index, text in enumerate(wrapped[:4])]
         tail = self._queue_lines(state, content, width)
         owners = self._owners(state)
         lines.append(rule("owners", width, f"{len(owners)}"))
@@ -206,7 +206,11 @@ class BlocksView(View):
         for mark, num_blocks in owners[: room if len(owners) <= room else room - 1]:
             role = "accent" if self.lights and mark.request_id == self.session.selected else "text"
             lines.append(
-                [Part(f" {mark.letter} ", f"owner_{mark.colour}"), Part(number(num_blocks, 6) + " ", "value"), Part(fit_middle(clean(mark.request_id), width - 10), role)]
+                [
+                    Part(f" {mark.letter} ", f"owner_{mark.colour}"),
+                    Part(number(num_blocks, 6) + " ", "value"),
+                    Part(fit_middle(clean(mark.request_id), width - 10), role),
+                ]
             )
         if len(owners) > room:
             lines.append([Part(f"… {len(owners) - room + 1} more", "muted")])

@@ -119,7 +119,9 @@ class FrameView(View):
     def compose_lines(self, state: DashboardState, width: int, height: int) -> list[Line]:
         step = self.chosen(state)
         if step is None:
-            text = "no step yet: nothing has been scheduled" if self.step_id is None else f"step {self.step_id} is no longer kept; end: latest"
+            text = (
+                "no step yet: nothing has been scheduled" if self.step_id is None else f"step {self.step_id} is no longer kept; end: latest"
+            )
             return [[Part(text, "muted")]]
         sent, done = sent_fields(step, state), worker_fields(step, state)
         self._halves = (sent, done)
@@ -185,7 +187,16 @@ class FrameView(View):
         step = self.chosen(state)
         if step is None:
             return None
-        columns = ["request_id", "kind", "num_scheduled_tokens", "start", "num_output_tokens", "new_block_ids", "replaces_table", "block_table"]
+        columns = [
+            "request_id",
+            "kind",
+            "num_scheduled_tokens",
+            "start",
+            "num_output_tokens",
+            "new_block_ids",
+            "replaces_table",
+            "block_table",
+        ]
         return ExportTable(
             columns,
             [
@@ -196,4 +207,3 @@ class FrameView(View):
                 for share in step.shares
             ],
         )  # fmt: skip
-

@@ -13,7 +13,7 @@ from aioengine_tui.widgets.glyphs import KIND_LETTERS
 from aioengine_tui.widgets.step_rows import STOP_WORDS
 from aioengine_tui.widgets.text import Line, Part, clean, fit, seconds
 
-_NONE: Line = [Part("none", "muted")]
+_GLUE = "\N{NO-BREAK SPACE}"
 _HIDDEN = "not told: token ids do not travel without --events-text"
 NAME_WIDTH = 12
 """Characters of a request id in front of what is said about it."""
@@ -50,7 +50,11 @@ def sent_fields(step: StepRecord, state: DashboardState) -> list[FrameField]:
         FrameField("step_id", _value(step.step_id)),
         FrameField("scheduled_new_reqs", _count(news), [line for share in news for line in _new_lines(share, state)]),
         FrameField("scheduled_cached_reqs", _count(cached, "resumed", len(step.resumed_ids)), [_cached_line(share) for share in cached]),
-        FrameField("num_scheduled_tokens", _count(step.shares), _packed(((share.request_id, f"{share.num_tokens}{KIND_LETTERS[share.kind]}", share.kind) for share in step.shares))),
+        FrameField(
+            "num_scheduled_tokens",
+            _count(step.shares),
+            _packed((share.request_id, f"{share.num_tokens}{KIND_LETTERS[share.kind]}", share.kind) for share in step.shares),
+        ),
         FrameField("total_num_scheduled_tokens", [*_value(step.num_tokens), Part(f" of {step.token_budget}{stop}", "muted")]),
         FrameField("scheduled_spec_decode_tokens", _count(drafts), [_draft_line(share, step) for share in drafts]),
         FrameField("finished_req_ids", *_names(step.finished_ids, "finished")),
@@ -69,7 +73,11 @@ def _new_lines(share: Share, state: DashboardState) -> list[Line]:
     num_prompt = row.num_prompt_tokens if row is not None else 0
     lines: list[Line] = [
         [_name(share.request_id), Part(" prompt_token_ids ", "muted"), Part(f"{num_prompt} tokens", "value")],
-        [Part("   num_computed_tokens ", "muted"), Part(str(share.start), "value"), Part(" (found in the prefix cache)" if share.start else " (nothing cached)", "muted")],
+        [
+            Part("   num_computed_tokens ", "muted"),
+            Part(str(share.start), "value"),
+            Part(" (found in the prefix cache)" if share.start else " (nothing cached)", "muted"),
+        ],
         [Part("   block_ids ", "muted"), Part(_ids(share.block_ids), "block_used")],
     ]
     if row is not None and row.sampling_params is not None:
@@ -81,7 +89,9 @@ def _new_lines(share: Share, state: DashboardState) -> list[Line]:
 
 def _params(params: SamplingParams) -> str:
     defaults = SamplingParams()
-    given = [f"{f.name}={getattr(params, f.name)!r}" for f in dataclasses.fields(params) if getattr(params, f.name) != getattr(defaults, f.name)]
+    given = [
+        f"{f.name}={getattr(params, f.name)!r}" for f in dataclasses.fields(params) if getattr(params, f.name) != getattr(defaults, f.name)
+    ]
     return " ".join(given) or "all as by default"
 
 
@@ -133,12 +143,16 @@ def _input_fields(half: WorkerHalf, size: int) -> list[FrameField]:
     tables = [line for row in rows for line in _table_lines(row)]
     return [
         FrameField("query_start_loc", [Part(_ids(half.query_start_loc), "value")]),
-        FrameField("positions", _tokens(half.positions), [[_name(row.request_id), Part(f" {_span(row.positions)}", "value")] for row in rows]),
+        FrameField(
+            "positions", _tokens(half.positions), [[_name(row.request_id), Part(f" {_span(row.positions)}", "value")] for row in rows]
+        ),
         FrameField("token gather", _tokens(half.positions), [_source_line(row) for row in rows]),
         FrameField("block table", _count(rows), tables),
         FrameField("slot_mapping", _tokens(half.slot_mapping), [_slots_line(row, size) for row in rows]),
         FrameField("seq_lens", [Part(_ids(half.seq_lens), "value")]),
-        FrameField("logits_indices", [Part(_ids(half.logits_indices) or "none: no token is sampled", "value")], [_logits_line(row) for row in rows]),
+        FrameField(
+            "logits_indices", [Part(_ids(half.logits_indices) or "none: no token is sampled", "value")], [_logits_line(row) for row in rows]
+        ),
     ]
 
 
@@ -153,7 +167,10 @@ def _source_line(row: WorkerRow) -> Line:
 def _table_lines(row: WorkerRow) -> list[Line]:
     before = "no row" if row.table_before is None else _ids(row.table_before)
     new = row.table_after if row.table_before is None else row.table_after[len(row.table_before) :]
-    after: Line = [Part(_ids(row.table_after[: len(row.table_after) - len(new)]), "block_used"), Part(" " if len(new) < len(row.table_after) else "")]
+    after: Line = [
+        Part(_ids(row.table_after[: len(row.table_after) - len(new)]), "block_used"),
+        Part(" " if len(new) < len(row.table_after) else ""),
+    ]
     if new:
         after.append(Part(_ids(new), "block_allocated"))
     return [
@@ -169,7 +186,7 @@ def _slots_line(row: WorkerRow, size: int) -> Line:
     start = 0
     for index in range(1, len(slots) + 1):
         if index == len(slots) or slots[index] != slots[index - 1] + 1 or slots[index] % size == 0:
-            line += [Part(f" {_span(range(slots[start], slots[index - 1] + 1))}", "value"), Part(f" in {slots[start] // size}", "muted")]
+            line.append(Part(f" {_span(range(slots[start], slots[index - 1] + 1))}{_GLUE}in{_GLUE}{slots[start] // size}", "value"))
             start = index
     return line
 
@@ -178,14 +195,20 @@ def _logits_line(row: WorkerRow) -> Line:
     if not row.logits_indices:
         return [_name(row.request_id), Part(" none: this chunk does not reach the end" if row.sources else " not known", "muted")]
     rows = f" {_span(row.logits_indices)}"
-    return [_name(row.request_id), Part(rows, "value"), Part(f" ({row.num_draft_tokens} guesses are checked)" if row.num_draft_tokens else "", "muted")]
+    return [
+        _name(row.request_id),
+        Part(rows, "value"),
+        Part(f" ({row.num_draft_tokens} guesses are checked)" if row.num_draft_tokens else "", "muted"),
+    ]
 
 
 def _result_fields(step: StepRecord, half: WorkerHalf) -> list[FrameField]:
     lanes = step.lanes
     if step.in_flight:
         return [FrameField("sampled", [Part("in flight", "muted")])]
-    lines = _packed((share.request_id, str(count), "good" if count else "muted") for share, count in zip(step.shares, step.sampled, strict=False))
+    lines = _packed(
+        (share.request_id, str(count), "good" if count else "muted") for share, count in zip(step.shares, step.sampled, strict=False)
+    )
     fields = [FrameField("sampled", [*_value(step.num_new_tokens or 0), Part(" tokens, kept by the worker too", "muted")], lines)]
     if lanes.grammar is not None:
         forward = lanes.execute
@@ -242,5 +265,5 @@ def _packed(entries: Iterable[tuple[str, str, str]]) -> list[Line]:
     line: Line = []
     for request_id, text, role in entries:
         name = clean(request_id).replace(" ", "_")
-        line += [Part(f"{name}\N{NO-BREAK SPACE}", "text"), Part(f"{text}  ", role)] if text else [Part(f"{name}  ", role)]
+        line += [Part(f"{name}{_GLUE}", "text"), Part(f"{text}  ", role)] if text else [Part(f"{name}  ", role)]
     return [line] if line else []

@@ -7,6 +7,7 @@ from typing import ClassVar
 from aioengine_tui.model.state import DashboardState
 from aioengine_tui.screens.base import PageView
 from aioengine_tui.widgets.block_grid import legend
+from aioengine_tui.widgets.block_layout import GridLayout
 from aioengine_tui.widgets.glyphs import KIND_FILLS, KIND_LETTERS, STATE_LETTERS
 from aioengine_tui.widgets.step_rows import MARKS_LEGEND, STOP_WORDS
 from aioengine_tui.widgets.text import Line, Part, fit, fit_line, rule
@@ -77,7 +78,11 @@ def help_lines(width: int) -> list[Line]:
     kinds: Line = [Part("tokens  ", "muted")]
     for kind, fill in KIND_FILLS.items():
         kinds += [Part(f"{KIND_LETTERS[kind]} {fill}", kind), Part(f" {kind}  ", "muted")]
-    lines += [kinds, [Part("steps   ", "muted"), *MARKS_LEGEND], [Part("blocks  ", "muted"), *legend(1)[:-1]]]
+    lines += [
+        kinds,
+        [Part("steps   ", "muted"), *MARKS_LEGEND],
+        [Part("blocks  ", "muted"), *legend(GridLayout.of(1, width=80, rows=1), width - 8)],
+    ]
     lines.append(
         [Part("…", "value"), Part(" something was cut off   ", "muted"), Part("-", "value"), Part(" nothing was measured", "muted")]
     )

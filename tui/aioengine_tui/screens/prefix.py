@@ -40,7 +40,8 @@ class PrefixView(ListView):
             why = "this recording does not tell which block follows which" if num_cached else "the prefix cache holds nothing yet"
             return [fit_line(title, width), [Part(why, "muted")]]
         tree_width = max(18, min(40, width // 3))
-        header = f"{fit('prefix', tree_width)}{'blocks':>{_NUM_COLUMN}}{'tokens':>{_NUM_COLUMN}}{'hits':>{_NUM_COLUMN}}  {fit('owners', _MAX_LETTERS + 2)} begins with"
+        numbers = "".join(f"{name:>{_NUM_COLUMN}}" for name in ("blocks", "tokens", "hits"))
+        header = f"{fit('prefix', tree_width)}{numbers}  {fit('owners', _MAX_LETTERS + 2)} begins with"
         lines: list[Line] = [fit_line(title, width), [Part(fit(header, width), "header")]]
         self.list_row = len(lines)
         num_foot = 4 if height >= 14 else 2 if height >= 9 else 0
@@ -85,14 +86,18 @@ class PrefixView(ListView):
         run, size = self._runs[index], state.block_size or 0
         start = run.num_blocks_before * size
         blocks = " ".join(str(node.block_id) for node in run.nodes)
-        where = f"tokens {start} to {start + len(run.nodes) * size - 1} of the prefix" if not run.is_detached else "its beginning was evicted"
+        where = (
+            f"tokens {start} to {start + len(run.nodes) * size - 1} of the prefix" if not run.is_detached else "its beginning was evicted"
+        )
         owners = ", ".join(map(clean, run.owners)) or "nobody: free, and still findable"
         lines: list[Line] = [
             rule(f"run {run.nodes[0].block_hash}", width, where),
             [Part("blocks ", "muted"), Part(blocks, "block_used"), Part("   owners ", "muted"), Part(owners, "value")],
         ]
         text = self._texts[index]
-        wrapped = textwrap.wrap(clean(repr(text)), max(10, width - 6)) if text else ["not known: the engine publishes no texts, or they are gone"]
+        wrapped = (
+            textwrap.wrap(clean(repr(text)), max(10, width - 6)) if text else ["not known: the engine publishes no texts, or they are gone"]
+        )
         lines += [[Part("text " if i == 0 else "     ", "muted"), Part(part)] for i, part in enumerate(wrapped[:2])]
         return [fit_line(line, width) for line in lines]
 

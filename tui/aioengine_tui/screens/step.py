@@ -24,7 +24,12 @@ _MIN_TIMELINE = 5  # rows; the lanes are left out where there would be fewer
 
 class StepView(ListView):
     screen_title: ClassVar[str] = "Step"
-    key_hints: ClassVar[tuple[tuple[str, str], ...]] = (("↑↓", "choose step"), ("enter", "field by field"), ("end", "follow"), ("l", "lanes"))
+    key_hints: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("↑↓", "choose step"),
+        ("enter", "field by field"),
+        ("end", "follow"),
+        ("l", "lanes"),
+    )
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "open", "the step field by field", show=False),

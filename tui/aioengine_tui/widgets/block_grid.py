@@ -206,16 +206,17 @@ _LOOKS: dict[int, tuple[str, str]] = {
 
 def legend(layout: GridLayout, width: int) -> Line:
     """What the cells mean, as much of it as fits."""
+    cached, empty, released = _LOOKS[FREE_CACHED], _LOOKS[EMPTY], _LOOKS[RELEASED]
     if layout.per_cell == 1:
         partly = "▄" if layout.inner_width == 1 else "▌"
         signs = [
-            ("A", "owner_0", "owner"), (partly, "owner_0_ink", "partly full"), ("2", "owner_0", "owners"), (*_LOOKS[FREE_CACHED], "free, cached"),
-            (*_LOOKS[EMPTY], "empty"), (BLOCK_GLYPHS["allocated"], "owner_0", "new"), (EVICTED, "owner_0", "evicted for it"), (*_LOOKS[RELEASED], "freed"),
+            ("A", "owner_0", "owner"), (partly, "owner_0_ink", "partly full"), ("2", "owner_0", "owners"), (*cached, "free, cached"),
+            (*empty, "empty"), (BLOCK_GLYPHS["allocated"], "owner_0", "new"), (EVICTED, "owner_0", "evicted for it"), (*released, "freed"),
         ]  # fmt: skip
     else:
         signs = [
-            ("▂▅█", "owner_0_ink", "owned, most by one"), ("▂▅█", _MIXED, "by several"), (*_LOOKS[FREE_CACHED], "free, some cached"),
-            (*_LOOKS[EMPTY], "empty"), (*_LOOKS[RELEASED], "freed"),
+            ("▂▅█", "owner_0_ink", "owned, most by one"), ("▂▅█", _MIXED, "by several"), (*cached, "free, some cached"), (*empty, "empty"),
+            (*released, "freed"),
         ]  # fmt: skip
     line: Line = [Part(f"cell = {layout.per_cell} blocks  ", "muted")] if layout.per_cell > 1 else []
     used = sum(len(part.text) for part in line)

@@ -15,7 +15,7 @@ NOTHING = "·"
 
 LANE_FILLS: dict[str, str] = {"schedule": "▚", "execute": "█", "sample": "▓", "update": "▒"}
 
-BLOCK_GLYPHS: dict[str, str] = {"free": "·", "cached": "░", "used": "█", "shared": "▓", "allocated": "+", "released": "-"}
+BLOCK_GLYPHS: dict[str, str] = {"empty": "·", "free_cached": "░", "used": "█", "shared": "▓", "allocated": "+", "released": "-"}
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 LIT = "#"  # a block of the selected request
 EVICTED = "x"  # a block whose cached content was just lost to a new owner
