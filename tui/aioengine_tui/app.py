@@ -230,6 +230,8 @@ class DashboardApp(ControlActions, App[None]):
         self.action_show(TABS[index % len(TABS)])
 
     def action_help(self) -> None:
+        if self.view.id != "help":
+            self.query_one(HelpView).explain_screen(self.view.screen_title, self.view.lines)
         self.action_show("help")
 
     def action_return(self) -> None:

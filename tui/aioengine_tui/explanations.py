@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from types import MappingProxyType
+
+from aioengine_tui.widgets.text import Line
 
 
 def explain(label: str) -> str | None:
     """One or two plain sentences about a label; None for what is no label of ours."""
     return EXPLANATIONS.get(label.strip().lower())
+
+
+def labels_of(lines: Iterable[Line]) -> Iterator[str]:
+    """The labels in what a screen shows: heads of columns, muted words in front of a value, names of fields."""
+    for line in lines:
+        for index, (text, role) in enumerate(line):
+            follower = line[index + 1].role if index + 1 < len(line) else ""
+            if role == "header":
+                yield from (name for name in re.split(r"\s{2,}", text.strip(" ↑↓")) if name)
+            elif (role == "muted" and follower in ("value", "stale")) or (role == "key" and index == 0):
+                yield text.strip(" :")
 
 
 def explained(labels: Iterable[str]) -> list[tuple[str, str]]:

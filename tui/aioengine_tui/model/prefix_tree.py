@@ -37,7 +37,8 @@ def prefix_runs(nodes: Iterable[PrefixNode], owners: Callable[[int], tuple[str, 
     roots = children.get("", [])
     # (first node, depth, is last, guides, blocks before); a stack, because a prefix may be deeper than Python recurses.
     stack: list[tuple[PrefixNode, int, bool, tuple[bool, ...], int]]
-    stack = [(node, 0, index == len(roots) - 1, (), 0) for index, node in enumerate(roots)][::-1]
+    stack = []
+    stack += [(node, 0, index == len(roots) - 1, (), 0) for index, node in enumerate(roots)][::-1]
     while stack:
         first, depth, is_last, guides, num_before = stack.pop()
         run, below = _run_from(first, children, owners)

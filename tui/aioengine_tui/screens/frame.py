@@ -24,7 +24,7 @@ _NUM_SHOWN = 6  # lines of a field that is not under the cursor
 class FrameView(View):
     screen_title: ClassVar[str] = "Frame"
     key_hints: ClassVar[tuple[tuple[str, str], ...]] = (
-        ("←→", "step"), ("↑↓", "field"), ("tab", "other half"), ("w", "what is this"), ("end", "latest"), ("esc", "back"),
+        ("←→", "step"), ("↑↓", "field"), ("tab", "other half"), ("?", "what is this"), ("end", "latest"), ("esc", "back"),
     )  # fmt: skip
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -37,7 +37,7 @@ class FrameView(View):
         Binding("pagedown", "scroll(1)", "scroll on in a long field", show=False),
         Binding("home", "field(-1000)", "first field", show=False),
         Binding("end,G", "follow", "the latest step", show=False),
-        Binding("w", "words", "explain the field under the cursor, or not", show=False),
+        Binding("question_mark,w", "words", "explain the field under the cursor, or not", show=False),
     ]
 
     def __init__(self, palette: Palette, session: Session, *, id: str) -> None:

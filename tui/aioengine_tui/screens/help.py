@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import ClassVar
 
+from aioengine_tui.explanations import explained, labels_of
 from aioengine_tui.model.state import DashboardState
 from aioengine_tui.screens.base import PageView
 from aioengine_tui.widgets.block_grid import legend
@@ -36,7 +38,9 @@ _KEYS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
             ("F", "batch: the cursor follows its request, or stays on its row"),
             ("d", "batch: with or without requests that ended"),
             ("l", "step: lanes on or off"),
+            ("enter", "step: the step field by field, and what the worker does with it; there ? explains a field"),
             ("n N c", "KV blocks: light the blocks of the next, the previous, no request"),
+            ("v T", "KV blocks: the order of eviction; the prefix tree"),
         ),
     ),
     (
@@ -64,8 +68,28 @@ class HelpView(PageView):
     screen_title: ClassVar[str] = "Help"
     key_hints: ClassVar[tuple[tuple[str, str], ...]] = (("esc", "back"), ("↑↓", "scroll"))
 
+    _about: tuple[str, list[tuple[str, str]]] = ("", [])
+
+    def explain_screen(self, title: str, lines: list[Line]) -> None:
+        """Begin with the labels of the screen from which the help was asked for."""
+        self._about = (title, explained(labels_of(lines)))
+        self.scroll_state.top = 0
+
     def compose_page(self, state: DashboardState, width: int) -> list[Line]:
-        return help_lines(width)
+        title, labels = self._about
+        return [*_label_lines(title, labels, width), *help_lines(width)]
+
+
+def _label_lines(title: str, labels: list[tuple[str, str]], width: int) -> list[Line]:
+    """The words on a screen, with what they mean."""
+    if not labels:
+        return []
+    lines = [rule(f"the words on the screen {title}", width)]
+    room = min(30, max(len(label) for label, _ in labels) + 2)
+    for label, words in labels:
+        wrapped = textwrap.wrap(words, max(20, width - room))
+        lines += [[Part(fit(label if index == 0 else "", room), "key"), Part(text)] for index, text in enumerate(wrapped)]
+    return lines
 
 
 def help_lines(width: int) -> list[Line]:

@@ -13,7 +13,7 @@ from aioengine_tui.table_file import ExportTable
 from aioengine_tui.themes import Palette
 from aioengine_tui.widgets.text import Line, Part, clean, fit, fit_line, number, rule
 
-_NUM_COLUMN = 7
+_COLUMN = 7
 _MAX_LETTERS = 8
 
 
@@ -34,13 +34,13 @@ class PrefixView(ListView):
         num_free = sum(len(run.nodes) for run in runs if not run.owners)
         title: Line = [
             Part("cached blocks ", "muted"), Part(f"{num_cached}", "value"), Part("   of them free ", "muted"), Part(f"{num_free}", "value"),
-            Part("   runs ", "muted"), Part(f"{len(runs)}", "value"), Part("   hits are counted since attach", "muted"),
+            Part("   runs ", "muted"), Part(f"{len(runs)}", "value"), Part("   hits: since attach", "muted"),
         ]  # fmt: skip
         if not runs:
             why = "this recording does not tell which block follows which" if num_cached else "the prefix cache holds nothing yet"
             return [fit_line(title, width), [Part(why, "muted")]]
         tree_width = max(18, min(40, width // 3))
-        numbers = "".join(f"{name:>{_NUM_COLUMN}}" for name in ("blocks", "tokens", "hits"))
+        numbers = "".join(f"{name:>{_COLUMN}}" for name in ("blocks", "tokens", "hits"))
         header = f"{fit('prefix', tree_width)}{numbers}  {fit('owners', _MAX_LETTERS + 2)} begins with"
         lines: list[Line] = [fit_line(title, width), [Part(fit(header, width), "header")]]
         self.list_row = len(lines)
@@ -66,8 +66,8 @@ class PrefixView(ListView):
         name = f"{branch}{run.nodes[0].block_hash[:8]}" + (" (cut off)" if run.is_detached else "")
         under = index == self.scroll_state.cursor
         line: Line = [Part(fit(name, tree_width), "cursor" if under else "text" if run.owners else "block_free_cached")]
-        line += [Part(number(len(run.nodes), _NUM_COLUMN), "value"), Part(number(len(run.nodes) * size, _NUM_COLUMN))]
-        line += [Part(number(run.num_hits, _NUM_COLUMN), "good" if run.num_hits else "muted"), Part("  ")]
+        line += [Part(number(len(run.nodes), _COLUMN), "value"), Part(number(len(run.nodes) * size, _COLUMN))]
+        line += [Part(number(run.num_hits, _COLUMN), "good" if run.num_hits else "muted"), Part("  ")]
         line += self._letters(run)
         text = clean(repr(self._texts[index])) if self._texts[index] else ""
         return fit_line([*line, Part(f" {text}", "muted")], width)
