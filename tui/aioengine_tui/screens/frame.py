@@ -174,8 +174,8 @@ class FrameView(View):
             owners += [index] * (1 + len(details))
             last = len(lines) if is_under else last
         rows -= 1
-        top = max(0, min(max(last - rows, 0), first)) if is_here else 0
-        top = max(0, min(top, len(lines) - rows)) if last - top <= rows else top
+        # All of the field under the cursor, or its beginning; the last row may have to say how much more there is.
+        top = min(first, max(0, last - rows + 1), max(0, len(lines) - rows)) if is_here else 0
         for y, field_index in enumerate(owners[top : top + rows]):
             self._hits[half, y + 2] = field_index
         shown = lines[top : top + rows]

@@ -11,7 +11,7 @@ from operator import itemgetter
 from aioengine_tui.model.blocks import ALLOCATED, EMPTY, FREE_CACHED, RELEASED, SHARED, USED
 from aioengine_tui.model.owner_marks import OwnerMark
 from aioengine_tui.widgets.block_layout import GridLayout
-from aioengine_tui.widgets.glyphs import BLOCK_GLYPHS, EIGHTHS, EVICTED, LIT
+from aioengine_tui.widgets.glyphs import BLOCK_GLYPHS, EIGHTHS, EVICTED, LIT, PLACE
 from aioengine_tui.widgets.text import Line, Part, clean, fit, fit_middle
 
 LEFT_EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -142,7 +142,7 @@ class _Painter:
         else:
             sign = "-" if code == RELEASED else BLOCK_GLYPHS["empty"] if code == EMPTY else ""
             if place is not None and (self._places or width >= 8) and width >= len(sign) + len(str(place)) + 1:
-                sign += f"#{place}"
+                sign += f"{PLACE}{place}"
         label = str(block_id)
         yield sign[:width] if len(sign) + len(label) + 1 > width else sign + label.rjust(width - len(sign))
         if code in _OWNED and mark is not None and width >= 4:
@@ -211,7 +211,7 @@ def legend(layout: GridLayout, width: int) -> Line:
         partly = "▄" if layout.inner_width == 1 else "▌"
         signs = [
             ("A", "owner_0", "owner"), (partly, "owner_0_ink", "partly full"), ("2", "owner_0", "owners"), (*cached, "free, cached"),
-            (*empty, "empty"), (BLOCK_GLYPHS["allocated"], "owner_0", "new"), (EVICTED, "owner_0", "evicted for it"), (*released, "freed"),
+            (*empty, "empty"), (f"{PLACE}1", "block_free_cached", "taken first"), (BLOCK_GLYPHS["allocated"], "owner_0", "new"), (EVICTED, "owner_0", "evicted for it"), (*released, "freed"),
         ]  # fmt: skip
     else:
         signs = [

@@ -18,4 +18,5 @@ LANE_FILLS: dict[str, str] = {"schedule": "▚", "execute": "█", "sample": "�
 BLOCK_GLYPHS: dict[str, str] = {"empty": "·", "free_cached": "░", "used": "█", "shared": "▓", "allocated": "+", "released": "-"}
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 LIT = "#"  # a block of the selected request
+PLACE = "»"  # in front of the place of a free block in the order of eviction
 EVICTED = "x"  # a block whose cached content was just lost to a new owner
