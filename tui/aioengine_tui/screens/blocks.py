@@ -14,6 +14,7 @@ from aioengine_tui.session import Session
 from aioengine_tui.table_file import ExportTable
 from aioengine_tui.themes import Palette
 from aioengine_tui.widgets.block_grid import GridLayout, grid_lines, legend
+from aioengine_tui.widgets.glyphs import BLOCK_WORDS
 from aioengine_tui.widgets.text import Line, Part, clean, fit, fit_line, fit_middle, number, percent, side_by_side
 
 _RECENT_STEPS = 2
@@ -120,8 +121,9 @@ class BlocksView(View):
         info = state.block(self.cursor, recent_steps=_RECENT_STEPS)
         span = self._layout.blocks_of(self._layout.cell_of(self.cursor)) if self._layout.per_cell > 1 else None
         where = f"{span.start}-{span.stop - 1}, the first: " if span else ""
+        word = BLOCK_WORDS.get(info.state, info.state)
         first: Line = [
-            Part("block ", "muted"), Part(f"{where}{info.block_id} ", "value"), Part(info.state, f"block_{info.state}"),
+            Part("block ", "muted"), Part(f"{where}{info.block_id} ", "value"), Part(word, f"block_{info.state}"),
             Part("   ref_cnt ", "muted"), Part(str(info.ref_cnt), "value"), Part("   hash ", "muted"),
             Part((info.block_hash or "")[:8] or ("known to the cache" if info.is_cached else "-")), Part("   last use ", "muted"),
             Part(f"step {info.last_use_step}" if info.last_use_step else "never seen"), Part("   owners ", "muted"),
