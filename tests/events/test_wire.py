@@ -276,6 +276,27 @@ def test_recordings_of_schema_1_still_read_and_replay(name: str, num_events: int
         assert ends == {"only": "length"}
 
 
+def test_a_recording_of_schema_2_still_reads_and_says_whose_totals_it_has() -> None:
+    """It was written by the last engine before the totals travelled; it has a preemption, evictions, an abort and snapshots."""
+    recording = read_recording(DATA / "schema_2.jsonl")
+    assert recording.header.schema_version == 2
+    state = DashboardState()
+    state.apply(recording.header)
+    for event in recording.events:
+        assert not event.approximate
+        state.apply(event)
+        assert state.totals.origin == "since_attach"
+        assert state.blocks.num_used == event.stats.num_used_blocks
+        assert state.blocks.num_cached == event.stats.num_cached_blocks
+    totals = state.totals
+    assert (totals.num_steps, totals.num_finished, totals.num_aborted, totals.num_preemptions) == (82, 9, 1, 1)
+    assert (totals.num_output_tokens, totals.num_evicted_blocks) == (153, 36)
+    assert totals.num_prompt_tokens_computed + totals.num_cached_tokens == sum(row.num_prompt_tokens for row in state.finished.values())
+    assert state.blocks.eviction_order() is None
+    assert all(node.parent_hash for node in state.blocks.prefix_nodes())
+    state_to_json(state, complete=True)
+
+
 def test_parameters_that_only_an_older_engine_took_still_read() -> None:
     line = encode(STEP).replace(b'"sampling_params":{', b'"sampling_params":{"temperature":-1.0,"bad_words":["x"],')
     with pytest.raises(WireError, match="temperature must be"):

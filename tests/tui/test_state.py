@@ -562,7 +562,7 @@ def test_the_json_form_has_numbers_and_requests(run: Run) -> None:
     for event in run.events[:40]:
         state.apply(event)
     value = orjson.loads(orjson.dumps(state_to_json(state)))
-    assert value["version"] == 1
+    assert value["version"] == 2
     assert value["model"] == "fake"
     assert value["gauges"]["num_running"] == len([row for row in value["requests"] if row["state"] == "running"])
     assert value["step"]["step_id"] == state.last_step_id

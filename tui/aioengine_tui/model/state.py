@@ -27,7 +27,7 @@ from aioengine_tui.model.log import LOG_KINDS, LogBook, LogKind, LogLine, plural
 from aioengine_tui.model.metrics import HISTORY_LENGTH, SERIES, Series
 from aioengine_tui.model.rows import Lanes, Milestone, RequestRow, RequestState, Share, ShareKind, StepRecord
 from aioengine_tui.model.state_data import GapNote, Limits, SinceAttach, StateData, Totals, read_totals
-from aioengine_tui.model.waiting import Wait, WaitReason, admission_order, explain_wait
+from aioengine_tui.model.waiting import Wait, WaitReason, admission_order, explain_waits
 
 __all__ = [
     "BLOCK_STATES",
@@ -297,8 +297,13 @@ class DashboardState:
         return admission_order(self.requests.values(), policy=str(self.config("scheduler", "policy") or "fcfs"))
 
     def wait_of(self, row: RequestRow) -> Wait | None:
-        """Why a request waits; None if it does not."""
-        return explain_wait(row, self.queue(), step=self.current, stats=self.stats, paused=self.paused)
+        """Why a request waits; None if it does not. For all of them `waits()` is quicker."""
+        return next((wait for waiting, wait in self.waits() if waiting is row), None)
+
+    def waits(self) -> list[tuple[RequestRow, Wait]]:
+        """The queue, and why each of it waits."""
+        queue = self.queue()
+        return list(zip(queue, explain_waits(queue, step=self.current, stats=self.stats, paused=self.paused), strict=True))
 
     def unix_time(self, time: float) -> float | None:
         """The date of a moment of the engine's clock, in seconds since 1970; None without a header."""

@@ -32,13 +32,16 @@ def admission_order(rows: Iterable[RequestRow], *, policy: str) -> list[RequestR
     return sorted(waiting, key=lambda row: row.priority) if policy == "priority" else waiting  # a sort keeps the order of equals
 
 
-def explain_wait(
-    row: RequestRow, queue: list[RequestRow], *, step: StepRecord | None, stats: SchedulerStats | None, paused: bool
-) -> Wait | None:
-    """Why a request waits; None if it is not in the queue."""
-    position = next((index for index, other in enumerate(queue, 1) if other is row), None)
-    if position is None:
-        return None
+def explain_waits(queue: list[RequestRow], *, step: StepRecord | None, stats: SchedulerStats | None, paused: bool) -> list[Wait]:
+    """Why each of the waiting requests waits, in their order."""
+    return [
+        _explain_wait(row, position, num_waiting=len(queue), step=step, stats=stats, paused=paused) for position, row in enumerate(queue, 1)
+    ]
+
+
+def _explain_wait(
+    row: RequestRow, position: int, *, num_waiting: int, step: StepRecord | None, stats: SchedulerStats | None, paused: bool
+) -> Wait:
     stopped = step is not None and step.stopped_req_id == row.request_id
     reason: WaitReason
     if paused:
@@ -51,7 +54,7 @@ def explain_wait(
         reason = step.admission_stop
     return Wait(
         position=position,
-        num_waiting=len(queue),
+        num_waiting=num_waiting,
         reason=reason,
         is_stopped=stopped,
         num_blocks_needed=step.num_blocks_needed if step is not None and step.num_blocks_needed else None,

@@ -18,6 +18,7 @@ from aioengine_tui.table_file import ExportTable
 from aioengine_tui.themes import Palette
 from aioengine_tui.widgets.block_grid import GridContent, grid_lines, legend, owner_legend
 from aioengine_tui.widgets.block_layout import GridLayout
+from aioengine_tui.widgets.glyphs import BLOCK_WORDS
 from aioengine_tui.widgets.text import Line, Part, clean, fit_line, fit_middle, number, percent, rule, side_by_side
 
 _RECENT_STEPS = 2
@@ -165,7 +166,7 @@ class BlocksView(View):
             return self._cell_facts(state, content)
         block_id, size = self.cursor, state.block_size
         info = state.block(block_id, recent_steps=_RECENT_STEPS)
-        facts = [("block", f"{block_id} {info.state.replace('_', ' ')}"), ("ref_cnt", str(info.ref_cnt))]
+        facts = [("block", f"{block_id} {BLOCK_WORDS.get(info.state, info.state)}"), ("ref_cnt", str(info.ref_cnt))]
         if info.owners:
             facts.append(("owners", ", ".join(map(clean, info.owners))))
         owner = state.row(info.owners[0]) if info.owners else None
@@ -243,9 +244,8 @@ def _counts(state: DashboardState, width: int) -> Line:
     counts = (
         ("used", f"{blocks.num_used}/{blocks.num_blocks} ({percent(blocks.num_used / blocks.num_blocks)})"),
         ("shared", str(blocks.num_shared)),
-        ("free", str(blocks.num_free)),
-        ("of them cached", str(blocks.num_free_cached)),
-        ("evicted", str(state.totals.num_evicted_blocks)),
+        ("free", f"{blocks.num_free} ({blocks.num_free_cached} cached)"),
+        ("evicted" if state.totals.origin == "engine" else "evicted since attach", str(state.totals.num_evicted_blocks)),
     )
     for label, value in counts:
         if sum(len(part.text) for part in line) + len(label) + len(value) + 1 <= width:

@@ -34,7 +34,8 @@ class PrefixView(ListView):
         num_free = sum(len(run.nodes) for run in runs if not run.owners)
         title: Line = [
             Part("cached blocks ", "muted"), Part(f"{num_cached}", "value"), Part("   of them free ", "muted"), Part(f"{num_free}", "value"),
-            Part("   runs ", "muted"), Part(f"{len(runs)}", "value"), Part("   hits: since attach", "muted"),
+            Part("   runs ", "muted"),
+            Part(f"{len(runs)}", "value"), Part("   hits: since attach", "muted"),
         ]  # fmt: skip
         if not runs:
             why = "this recording does not tell which block follows which" if num_cached else "the prefix cache holds nothing yet"
