@@ -8,7 +8,7 @@ from aioengine.testing import in_virtual_time
 from aioengine_tui.screens.frame import FrameView
 from aioengine_tui.screens.frame_fields import sent_fields, worker_fields
 from aioengine_tui.widgets.text import Part, line_text, lines_text, wrap_line
-from tests.tui.support import ListSource, busy_items, busy_state, folded
+from tests.tui.support import HEADER, ListSource, MadeUpEngine, busy_items, busy_state, folded
 from tests.tui.test_app import press, running
 
 
@@ -42,7 +42,7 @@ def test_every_field_of_a_step_is_told_by_its_name() -> None:
     assert fields["scheduled_cached_reqs"].startswith("3   1 resumed")
     lines = fields["scheduled_cached_reqs"].splitlines()[1:]
     assert [line.split()[0] for line in lines] == ["alpha", "beta", "epsilon"]
-    assert "num_computed_tokens 43  num_output_tokens 24" in lines[0]
+    assert "num_computed_tokens 42  num_output_tokens 23" in lines[0]
     assert "new_block_ids REPLACED" in lines[2]
     assert fields["num_scheduled_tokens"].replace("\N{NO-BREAK SPACE}", " ") == "4\nalpha 1d  beta 1d  epsilon 13r  zeta 17c"
     assert fields["total_num_scheduled_tokens"].startswith("32 of 32")
@@ -58,26 +58,26 @@ def test_the_workers_half_says_who_goes_who_comes_and_where_tokens_lie() -> None
     assert ["~", "resume", "epsilon"] in effects
     assert fields["query_start_loc"].startswith("0 1 2 15 32")
     positions = dict(line.split()[:2] for line in fields["positions"].splitlines()[1:])
-    assert positions["alpha"] == "43"
+    assert positions["alpha"] == "42"
     assert positions["zeta"] == "0-16"
     table = fields["block table"].splitlines()[1:]
     assert table[4].split()[:4] == ["epsilon", "before", "no", "row"]
     assert table[5].endswith("REPLACED")
+    assert not table[7].endswith("REPLACED")  # a new request has no table that could be
     assert "none: this chunk does not reach the end" in fields["logits_indices"]
     assert fields["sampled"].startswith("3 tokens")
 
 
 def test_a_step_that_only_cleans_up_runs_no_model() -> None:
-    from tests.tui.support import MadeUpEngine
-
     engine = MadeUpEngine()
     engine.add("one", num_prompt_tokens=5, max_tokens=2)
-    state = folded(engine.run(10))
+    state = folded([HEADER, *engine.run(10)])
     step = state.current
     assert step is not None
     assert step.is_cleanup_only
     texts = {field.label: line_text(field.summary) for field in worker_fields(step, state)}
-    assert "does not run" in texts["forward"] or "block size" in texts["slot_mapping"]
+    assert "does not run" in texts["forward"]
+    assert [line_text(line).split()[:3] for line in worker_fields(step, state)[0].details] == [["-", "forget", "one"]]
 
 
 # ---------------------------------------------------------------------------------------------------- the screen

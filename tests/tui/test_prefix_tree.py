@@ -5,12 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aioengine.events.sources.base import StreamItem
 from aioengine.testing import in_virtual_time
 from aioengine_tui.model.blocks import PrefixNode
 from aioengine_tui.model.prefix_tree import PrefixRun, prefix_runs, run_texts
 from aioengine_tui.screens.prefix import PrefixView
 from tests.tui.runs import make_run
-from tests.tui.support import ListSource, MadeUpEngine, busy_items, folded
+from tests.tui.support import HEADER, ListSource, MadeUpEngine, busy_items, folded
 from tests.tui.test_app import press, running
 
 
@@ -74,7 +75,7 @@ def test_texts_are_what_all_requests_below_a_run_have_in_common() -> None:
 def test_hits_and_owners_of_a_shared_prefix_are_counted_from_a_real_scheduler() -> None:
     engine = MadeUpEngine()
     shared = list(range(1, 17))  # four blocks
-    items = []
+    items: list[StreamItem] = [HEADER]
     for number in range(3):
         engine.add(f"r{number}", num_prompt_tokens=20, max_tokens=30, prompt=[*shared, *(100 + number * 10 + i for i in range(4))])
         items += engine.run(2)

@@ -125,7 +125,7 @@ def worker_fields(step: StepRecord, state: DashboardState) -> list[FrameField]:
         return [*fields, FrameField("slot_mapping", [Part("the block size is not known", "muted")])]
     if step.is_cleanup_only:
         return [*fields, FrameField("forward", [Part("does not run: no token is scheduled", "muted")])]
-    return [*fields, *_input_fields(effects_of, size), *_result_fields(step, effects_of)]
+    return [*fields, *_input_fields(effects_of, size, step.new_ids), *_result_fields(step, effects_of)]
 
 
 def _prompts(step: StepRecord, state: DashboardState) -> dict[str, int]:
@@ -138,9 +138,9 @@ def _effect_line(effect: Effect) -> Line:
     return [Part(fit(sign, 10), role), _name(effect.request_id), Part(f" {words} ", "muted"), Part(_ids(effect.block_ids), "block_used")]
 
 
-def _input_fields(half: WorkerHalf, size: int) -> list[FrameField]:
+def _input_fields(half: WorkerHalf, size: int, news: tuple[str, ...]) -> list[FrameField]:
     rows = half.rows
-    tables = [line for row in rows for line in _table_lines(row)]
+    tables = [line for row in rows for line in _table_lines(row, is_new=row.request_id in news)]
     return [
         FrameField("query_start_loc", [Part(_ids(half.query_start_loc), "value")]),
         FrameField(
@@ -164,7 +164,7 @@ def _source_line(row: WorkerRow) -> Line:
     return line if row.sources else [*line, Part(" from its row of the token table", "muted")]
 
 
-def _table_lines(row: WorkerRow) -> list[Line]:
+def _table_lines(row: WorkerRow, *, is_new: bool) -> list[Line]:
     before = "no row" if row.table_before is None else _ids(row.table_before)
     new = row.table_after if row.table_before is None else row.table_after[len(row.table_before) :]
     after: Line = [
@@ -175,7 +175,12 @@ def _table_lines(row: WorkerRow) -> list[Line]:
         after.append(Part(_ids(new), "block_allocated"))
     return [
         [_name(row.request_id), Part(" before ", "muted"), Part(before, "muted" if row.table_before is None else "block_used")],
-        [Part(" " * NAME_WIDTH), Part(" after  ", "muted"), *after, Part("  REPLACED" if row.replaces_table else "", "resumed")],
+        [
+            Part(" " * NAME_WIDTH),
+            Part(" after  ", "muted"),
+            *after,
+            Part("  REPLACED" if row.replaces_table and not is_new else "", "resumed"),
+        ],
     ]
 
 

@@ -32,11 +32,10 @@ class PrefixView(ListView):
         runs = self._runs
         num_cached = state.blocks.num_cached
         num_free = sum(len(run.nodes) for run in runs if not run.owners)
-        title: Line = [
-            Part("cached blocks ", "muted"), Part(f"{num_cached}", "value"), Part("   of them free ", "muted"), Part(f"{num_free}", "value"),
-            Part("   runs ", "muted"),
-            Part(f"{len(runs)}", "value"), Part("   hits: since attach", "muted"),
-        ]  # fmt: skip
+        title: Line = []
+        for label, value in (("cached blocks", num_cached), ("of them free", num_free), ("runs", len(runs))):
+            title += [Part(f"{label} ", "muted"), Part(f"{value}   ", "value")]
+        title.append(Part("hits: since attach", "muted"))
         if not runs:
             why = "this recording does not tell which block follows which" if num_cached else "the prefix cache holds nothing yet"
             return [fit_line(title, width), [Part(why, "muted")]]

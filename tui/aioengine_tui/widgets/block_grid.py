@@ -211,8 +211,8 @@ def legend(layout: GridLayout, width: int) -> Line:
         partly = "▄" if layout.inner_width == 1 else "▌"
         signs = [
             ("A", "owner_0", "owner"), (partly, "owner_0_ink", "partly full"), ("2", "owner_0", "owners"), (*cached, "free, cached"),
-            (*empty, "empty"),
-            (f"{PLACE}1", "block_free_cached", "taken first"), (BLOCK_GLYPHS["allocated"], "owner_0", "new"), (EVICTED, "owner_0", "evicted for it"), (*released, "freed"),
+            (*empty, "empty"), (BLOCK_GLYPHS["allocated"], "owner_0", "new"), (EVICTED, "owner_0", "evicted for it"), (*released, "freed"),
+            (f"{PLACE}1", "block_free_cached", "taken next"),
         ]  # fmt: skip
     else:
         signs = [
