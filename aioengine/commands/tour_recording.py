@@ -66,7 +66,7 @@ class Stage:
 
     def ask(self, request_id: str, prompt: str, max_tokens: int, *, priority: int = 0, **params: Any) -> None:
         """Send a request and read its stream."""
-        sampling = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, "ignore_eos": True, **params})
+        sampling = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, "seed": 0, "ignore_eos": True, **params})
 
         async def read() -> None:
             async for _ in self.engine.generate(prompt, sampling, request_id=request_id, priority=priority):
@@ -175,4 +175,6 @@ class StepClock:
         return dataclasses.replace(
             event, time=self._host, execute_start=forward, execute_end=sample, sample_start=sample, sample_end=sampled,
             update_start=start, update_end=self._host, added=added,
+            grammar_start=None if event.grammar_start is None else forward + 0.001,
+            grammar_end=None if event.grammar_end is None else forward + 0.0015,
         )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -104,10 +105,10 @@ def test_the_clock_of_a_scene_lets_nothing_be_in_two_places(scenes: list[Scene])
             for e in events
             if not hasattr(e, "requests")
         ]
-        assert all(a[1] <= b[0] + 1e-9 for a, b in zip(host, host[1:], strict=False))
+        assert all(a[1] <= b[0] + 1e-9 for a, b in itertools.pairwise(host))
         results = [event for event in events if isinstance(event, StepResultEvent)]
         spans = [(event.execute_start or 0.0, event.sample_end or 0.0) for event in results]
-        assert all(a[1] <= b[0] + 1e-9 for a, b in zip(spans, spans[1:], strict=False))
+        assert all(a[1] <= b[0] + 1e-9 for a, b in itertools.pairwise(spans))
         assert [event.time for event in events] == sorted(event.time for event in events)
     scheduled = {event.step_id: event for event in events_of(scenes[5]) if isinstance(event, StepEvent)}
     back = {event.step_id: event for event in events_of(scenes[5]) if isinstance(event, StepResultEvent)}

@@ -87,7 +87,7 @@ class TourSource(ItemStream):
         self._is_new = False  # the scene has changed: the viewer begins with an empty state
 
     def _source_of(self, index: int) -> FileSource:
-        return FileSource(self.scenes[index].path, make_state=self._make_state)
+        return FileSource(self.scenes[index].path, make_state=self._make_state, playing=False)  # the first words come first
 
     @property
     def scene(self) -> Scene:
