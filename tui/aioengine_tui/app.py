@@ -35,6 +35,7 @@ from aioengine_tui.screens.log import LogView
 from aioengine_tui.screens.overview import OverviewView
 from aioengine_tui.screens.request import RequestView
 from aioengine_tui.screens.step import StepView
+from aioengine_tui.screens.waterfall import WaterfallView
 from aioengine_tui.session import Session
 from aioengine_tui.table_file import ExportFormat, write_table
 from aioengine_tui.themes import THEME_NAMES, THEMES, Palette, textual_name
@@ -45,7 +46,7 @@ from aioengine_tui.widgets.text import Part
 if TYPE_CHECKING:
     from aioengine.events.sources.base import StepSource
 
-TABS = ("overview", "step", "batch", "blocks", "log")
+TABS = ("overview", "step", "batch", "blocks", "log", "waterfall")
 REFRESH_RATES = (0.5, 1.0, 2.0, 4.0, 5.0, 10.0)
 """Pictures a second."""
 
@@ -106,6 +107,7 @@ class DashboardApp(ControlActions, App[None]):
             yield BatchView(palette, session, id="batch")
             yield BlocksView(palette, session, id="blocks")
             yield LogView(palette, session, id="log")
+            yield WaterfallView(palette, session, id="waterfall")
             yield RequestView(palette, session, id="request")
             yield HelpView(palette, session, id="help")
         yield LineView(palette, id="replay")

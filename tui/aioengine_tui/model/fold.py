@@ -77,6 +77,7 @@ def _fold_step(data: StateData, event: StepEvent) -> None:
     _note_gauges(data, event.stats, time=event.time)
     _measure(data, event, shares)
     data.steps.append(_make_record(event, shares))
+    data.waterfall.note_step(event, shares, data.requests)
 
 
 def _check_sequence(data: StateData, step_id: int) -> None:
@@ -142,6 +143,7 @@ def _fold_result(data: StateData, event: StepResultEvent) -> None:
     _note_gauges(data, event.stats, time=event.time)
     _measure_overlap(data, event)
     _complete_record(data, event)
+    data.waterfall.note_result(event, data.requests, last_step_id=data.last_step_id or event.step_id)
 
 
 def _measure_overlap(data: StateData, event: StepResultEvent) -> None:
@@ -202,6 +204,7 @@ def _fold_snapshot(data: StateData, snapshot: EngineSnapshot) -> None:
         cached=dict(zip(snapshot.cached_block_ids, hashes, strict=False)),
     )
     _note_gauges(data, snapshot.stats, time=snapshot.time)
+    data.waterfall.note_all(data.requests, last_step_id=data.last_step_id)
     if is_first and snapshot.step_id:
         text = f"this begins with a snapshot after step {snapshot.step_id}: what was before is not known"
         data.log.add(snapshot.time, snapshot.step_id, "stream", None, text)
@@ -246,4 +249,5 @@ def _note_gauges(data: StateData, stats: SchedulerStats, *, time: float) -> None
     if data.out_of_sync and not stats.num_running_reqs and not stats.num_waiting_reqs:
         for row in [row for row in data.requests.values() if row.is_live]:
             note_unseen_end(data, row, time=time, step_id=data.last_step_id)
+        data.waterfall.note_all(data.requests, last_step_id=data.last_step_id)
         data.out_of_sync = False  # nothing lives, so nothing can be wrong

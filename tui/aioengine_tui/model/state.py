@@ -27,6 +27,7 @@ from aioengine_tui.model.log import LOG_KINDS, LogBook, LogKind, LogLine
 from aioengine_tui.model.metrics import HISTORY_LENGTH, SERIES, Series
 from aioengine_tui.model.rows import Lanes, Milestone, RequestRow, RequestState, Share, ShareKind, StepRecord
 from aioengine_tui.model.state_data import Limits, StateData, Totals
+from aioengine_tui.model.waterfall import Waterfall
 
 __all__ = [
     "BLOCK_STATES",
@@ -187,6 +188,11 @@ class DashboardState:
     @property
     def blocks(self) -> BlockMap:
         return self.data.blocks
+
+    @property
+    def waterfall(self) -> Waterfall:
+        """What every request did in the latest steps."""
+        return self.data.waterfall
 
     @property
     def log(self) -> LogBook:

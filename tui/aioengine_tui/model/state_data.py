@@ -14,6 +14,7 @@ from aioengine_tui.model.blocks import BlockMap
 from aioengine_tui.model.log import LogBook
 from aioengine_tui.model.metrics import History, OverlapMeter, RateWindow, SampleWindow
 from aioengine_tui.model.rows import RequestRow, StepRecord
+from aioengine_tui.model.waterfall import Waterfall
 
 RATE_WINDOW_S = 5.0
 LATENCY_WINDOW_S = 60.0
@@ -63,6 +64,7 @@ class StateData:
     requests: dict[str, RequestRow] = field(default_factory=dict)  # live ones and those being cleaned up, by arrival
     finished: dict[str, RequestRow] = field(default_factory=dict)  # the latest that ended, oldest first
     blocks: BlockMap = field(default_factory=BlockMap)
+    waterfall: Waterfall = field(default_factory=Waterfall)
     totals: Totals = field(default_factory=Totals)
     num_events: int = 0
     num_dropped: int = 0  # events lost on the way here, as far as they can be counted
@@ -93,6 +95,7 @@ class StateData:
             finished=self.finished.copy(),  # a finished row changes only if its reason comes late; it is replaced then
             steps=self.steps.copy(),
             blocks=self.blocks.copy(),
+            waterfall=self.waterfall.copy(),
             log=self.log.copy(),
             totals=dataclasses.replace(self.totals),
             rates=self.rates.copy(),

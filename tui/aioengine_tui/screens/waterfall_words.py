@@ -1,0 +1,62 @@
+"""What is under the waterfall's cursor, in words."""
+
+from __future__ import annotations
+
+import textwrap
+
+from aioengine_tui.model.log import plural
+from aioengine_tui.model.state import DashboardState
+from aioengine_tui.model.waterfall import CELLS, Run, WaterfallRow
+from aioengine_tui.model.why.words import advice_line, request_words, step_words
+from aioengine_tui.widgets.step_rows import STOP_WORDS
+from aioengine_tui.widgets.text import Line, Part, clean, fit_line
+
+
+def cell_lines(state: DashboardState, row: WaterfallRow | None, step_id: int | None, width: int, *, num_lines: int) -> list[Line]:
+    """Of a cell: what the request did, and what shared the step; of no request: the step, and the advice for the engine."""
+    sentences = _sentences(state, row, step_id)
+    wrapped = textwrap.wrap("; ".join(sentences), max(10, width - 2), break_long_words=True) or [""]
+    if len(wrapped) > num_lines:
+        wrapped = [*wrapped[: num_lines - 1], " ".join(wrapped[num_lines - 1 :])]
+    wrapped += [""] * (num_lines - len(wrapped))
+    head = "> " if row is not None else "  "
+    return [fit_line([Part(head if index == 0 else "  ", "accent"), Part(line)], width) for index, line in enumerate(wrapped)]
+
+
+def _sentences(state: DashboardState, row: WaterfallRow | None, step_id: int | None) -> list[str]:
+    mark = state.waterfall.mark(step_id) if step_id is not None else None
+    shared = step_words(state, mark.step_id) if mark is not None else None
+    step = [f"step {mark.step_id}: {shared}, admission {STOP_WORDS.get(mark.stop, mark.stop)}"] if mark is not None else []
+    if row is None:
+        advice = advice_line(state)
+        return [*([advice] if advice is not None else []), *step]
+    run = row.at(mark.step_id) if mark is not None else None
+    said = [f"{clean(row.request_id)} {_run_words(run)}"] if run is not None else [f"{clean(row.request_id)} was not there"]
+    is_present = mark is not None and mark.step_id == state.last_step_id
+    if is_present and row.end_step is None:
+        return [*said, *request_words(state, row.request_id), *step]
+    return [*said, *step]
+
+
+def _run_words(run: Run) -> str:
+    match CELLS[run.cell]:
+        case "waiting":
+            return "waits"
+        case "preempted":
+            return "waits again: it was preempted and lost its blocks"
+        case "idle":
+            return "runs, but got no token in this step"
+        case "decode":
+            return "decodes: 1 token"
+        case "draft":
+            return f"decodes with guesses: {plural(run.num_tokens, 'token')}" if run.num_tokens else "decodes with guesses"
+        case "chunk":
+            return f"computes a chunk of its prompt: {plural(run.num_tokens, 'token')}"
+        case "prefill":
+            return f"computes the rest of its prompt: {plural(run.num_tokens, 'token')}"
+        case "resumed":
+            return f"computes again what a preemption took: {plural(run.num_tokens, 'token')}"
+        case "aborted":
+            return "was ended by an abort or an error"
+        case _:
+            return "has ended"
