@@ -66,7 +66,7 @@ class WorkloadEngine(MadeUpEngine):
             "max_num_seqs": self.settings.max_num_seqs, "max_num_batched_tokens": self.settings.max_num_batched_tokens,
             "long_prefill_token_threshold": 0, "policy": "fcfs", **self.settings.options,
         }  # fmt: skip
-        return dataclasses.replace(HEADER, config={**HEADER.config, "scheduler": scheduler})
+        return dataclasses.replace(HEADER, include_prompts=True, config={**HEADER.config, "scheduler": scheduler})
 
     def _step(self, output: SchedulerOutput) -> list[StreamItem]:
         start = self.now

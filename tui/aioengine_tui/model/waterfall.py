@@ -50,6 +50,7 @@ class Run(NamedTuple):
     start_step: int
     cell: int  # an index into CELLS
     num_tokens: int  # each step; of `draft`: tokens that the step gave it, 0 while that is not known
+    samples: bool = True  # of a cell that computes: the step gives it a token; False: a chunk that does not reach the end
 
 
 class StepMark(NamedTuple):
@@ -246,7 +247,7 @@ class Waterfall:
                 num_recomputed += num_tokens
             else:
                 num_prompt += num_tokens
-            row.add(Run(step_id, code, num_tokens))
+            row.add(Run(step_id, code, num_tokens, _samples(share, requests.get(request_id))))
             row.last_share_step = step_id
         return num_reqs, num_prompt, num_recomputed
 
@@ -305,12 +306,7 @@ class Waterfall:
         row = self._live.pop(request_id, None)
         if row is None:
             return
-        if row.cell not in (WAITING, PREEMPTED):  # it is done behind its last share
-            step_id = row.last_share_step + 1 if row.last_share_step else step_id
-        if row.runs and row.runs[-1].start_step < step_id:
-            row.add(Run(step_id, ABORTED if aborted else ENDED, 0))
-        elif row.runs:
-            row.runs[-1] = row.runs[-1]._replace(cell=ABORTED if aborted else ENDED)
+        row.add(Run(step_id, ABORTED if aborted else ENDED, 0))
         self._ending[request_id] = row
         if not row.last_share_step:  # the worker never knew it
             self._close(request_id, step_id)
@@ -335,6 +331,13 @@ class Waterfall:
         other._ended = self._ended.copy()
         other._num_rows = self._num_rows
         return other
+
+
+def _samples(share: Share, row: RequestRow | None) -> bool:
+    """Whether a share reaches the last token that is known of its request. The row is as it is after the step."""
+    if row is None or share.kind in ("decode", "prefill"):
+        return True
+    return not row.recompute_until if share.kind == "resumed" else share.start + share.num_tokens >= row.num_prompt_tokens
 
 
 def _number(row: WaterfallRow) -> int:

@@ -22,6 +22,7 @@ _MAX_NAME = 28
 _WITH_LEVELS = 22  # rows of a screen that has room for the two lines of levels
 _WITH_LEGEND = 18
 _WITH_TWO_LINES = 12
+_MAX_MS_WITH_STEPS = 50  # a column: longer ones have no room for the steps' beginnings
 
 
 class WaterfallView(View):
@@ -90,8 +91,9 @@ class WaterfallView(View):
 
     def action_rows(self, count: int) -> None:
         index = self._row_index()
-        wanted = (index if index is not None else -1) + count
-        self._choose(min(wanted, len(self._rows) - 1))
+        if index is None and count > 0:  # from above, to the first one that is still there
+            index = next((i for i in range(self._top, len(self._rows)) if self._rows[i].end_step is None), self._top) - 1
+        self._choose(max(-1, min((index if index is not None else -1) + count, len(self._rows) - 1)))
 
     def _choose(self, index: int) -> None:
         """Put the cursor on a row; -1: on the line of the steps."""
@@ -221,6 +223,8 @@ class WaterfallView(View):
             [*self._label(""), *window.axis_line(cursor=at)],
             [*self._label("stop", role), Part(window.letters, "warn")],
         ]
+        if self.axis == "time" and self.scale.per_column <= _MAX_MS_WITH_STEPS:
+            head.insert(2, [*self._label("step"), *window.steps_line()])
         if with_levels:
             tokens = window.level_line(lambda mark: mark.num_tokens / max(1, mark.token_budget), "prefill")
             blocks = window.level_line(lambda mark: mark.num_used_blocks / max(1, mark.num_total_blocks), "block_used")

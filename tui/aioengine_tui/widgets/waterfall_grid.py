@@ -110,6 +110,8 @@ class Window:
         self.spans.reverse()
         self._ids = [mark.step_id for mark in self.marks]
         self.letters = self._letters()
+        covered = {column for begin, end in self.spans for column in range(begin, end + 1)}
+        self._uncovered = [column for column in range(self.width) if column not in covered]  # nothing was computed then
 
     @property
     def step_range(self) -> tuple[int, int] | None:
@@ -142,6 +144,9 @@ class Window:
             if end > begin:
                 codes[begin + 1 : end] = bytes((code,)) * (end - begin - 1)
                 codes[end] = _merge(codes[end], code)
+        for column in self._uncovered:
+            if codes[column] in COMPUTES:
+                codes[column] = IDLE
         return bytes(codes)
 
     def _stretches(self, row: WaterfallRow) -> Iterator[tuple[int, int, int]]:
@@ -203,6 +208,17 @@ class Window:
         label = self.scale.label(self.first + cursor)
         begin = max(0, min(cursor, self.width - len(label)))
         return [Part(line[:begin], "muted"), Part(label, "cursor"), Part(line[begin + len(label) :], "muted")]
+
+    def steps_line(self) -> Line:
+        """Where each step begins, with its id where there is room: the second axis of a picture over time."""
+        text = [" "] * self.width
+        begins = [begin for begin, _ in self.spans]
+        for index, (mark, begin) in enumerate(zip(self.marks, begins, strict=True)):
+            room = (begins[index + 1] if index + 1 < len(begins) else self.width) - begin
+            label = f"|{mark.step_id}"
+            label = label if len(label) <= room else "|"
+            text[begin : begin + len(label)] = label
+        return [Part("".join(text[: self.width]), "muted")]
 
     def level_line(self, share: Callable[[StepMark], float], role: str) -> Line:
         """A share of 1 as eighths, the highest of each column."""

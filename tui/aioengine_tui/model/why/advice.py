@@ -11,6 +11,7 @@ from typing import Literal
 from aioengine_tui.model.state import DashboardState
 from aioengine_tui.model.waterfall import StepMark
 from aioengine_tui.model.why.slow import SLOW_FACTOR, prompt_tokens, step_company, usual_duration
+from aioengine_tui.model.why.waiting import setting as setting_of
 
 ADVICE_STEPS = 2000
 """Advice is about the latest so many steps."""
@@ -21,6 +22,7 @@ them), prompts that share a step with decoding requests."""
 
 _LEAST_SHARE = 0.05  # of steps, or of the time: less is not worth a change
 _LEAST_STEPS = 8
+_MOST_RAISED = 8  # times the present value: a proposal beyond that is no guess any more
 _LOOKED_AT = 8  # slow steps whose shares are looked at one by one
 _CAUSE_OF_STOP: dict[str, Cause] = {"budget": "budget", "max_num_seqs": "max_num_seqs", "no_blocks": "no_blocks", "preempted": "no_blocks"}
 
@@ -88,9 +90,9 @@ def _stop_findings(state: DashboardState, stops: Counter[str], working: Sequence
 
 def _remedy(state: DashboardState, cause: Cause, working: Sequence[StepMark]) -> tuple[str, int | None, int | None, str]:
     """The setting, its value, a value to try, and another way out."""
-    max_num_seqs = _setting(state, "scheduler", "max_num_seqs")
+    max_num_seqs = setting_of(state, "max_num_seqs")
     if cause == "budget":
-        present = _setting(state, "scheduler", "max_num_batched_tokens")
+        present = setting_of(state, "max_num_batched_tokens")
         return "max_num_batched_tokens", present, None if present is None else present * 2, ""
     if cause == "max_num_seqs":
         wanted = max(mark.num_running + mark.num_waiting for mark in working)
@@ -100,7 +102,17 @@ def _remedy(state: DashboardState, cause: Cause, working: Sequence[StepMark]) ->
     present = state.stats.num_total_blocks + 1 if state.stats is not None else None  # the null block counts in the setting
     lower = max(1, round(sum(mark.num_running for mark in working) / len(working)) - 1)
     otherwise = f"or lower max_num_seqs ({max_num_seqs}) to {lower}" if max_num_seqs is not None and lower < max_num_seqs else ""
-    return "num_kv_cache_blocks", present, None if present is None else present * 2, otherwise
+    return "num_kv_cache_blocks", present, None if present is None else _blocks_for_all(present, max_num_seqs, working), otherwise
+
+
+def _blocks_for_all(present: int, max_num_seqs: int | None, working: Sequence[StepMark]) -> int:
+    """The blocks that all would have held that ran or waited, as far as they may run, each as many as those that ran held."""
+    wanted = 0.0
+    for mark in working:
+        if mark.num_running:
+            num_reqs = mark.num_running + mark.num_waiting
+            wanted = max(wanted, mark.num_used_blocks / mark.num_running * min(num_reqs, max_num_seqs or num_reqs))
+    return max(present + 1, min(round(wanted) + 1, present * _MOST_RAISED))
 
 
 def _long_prompts(state: DashboardState, working: Sequence[StepMark]) -> list[Finding]:
@@ -120,7 +132,7 @@ def _long_prompts(state: DashboardState, working: Sequence[StepMark]) -> list[Fi
         return []
     setting, present, room = _chunk_setting(state, slow, usual)
     other = "max_num_batched_tokens" if setting == "long_prefill_token_threshold" else "long_prefill_token_threshold"
-    value = _setting(state, "scheduler", other)
+    value = setting_of(state, other)
     otherwise = f"or lower {other} ({value})" if value else f"or set {other}"
     return [Finding("long_prompts", share, len(slow), setting, present, room, otherwise)]
 
@@ -136,11 +148,6 @@ def _chunk_setting(state: DashboardState, slow: Sequence[StepMark], usual: float
     companies = [step_company(state, mark.step_id) for mark in slowest]
     largest = [company.prompts[0].num_tokens for company in companies if company is not None and company.prompts]
     if sum(largest) * 2 >= sum(map(prompt_tokens, slowest)):
-        return "long_prefill_token_threshold", _setting(state, "scheduler", "long_prefill_token_threshold"), room
+        return "long_prefill_token_threshold", setting_of(state, "long_prefill_token_threshold"), room
     num_decodes = max(mark.num_tokens - prompt_tokens(mark) for mark in slowest)
-    return "max_num_batched_tokens", _setting(state, "scheduler", "max_num_batched_tokens"), room + num_decodes
-
-
-def _setting(state: DashboardState, section: str, name: str) -> int | None:
-    value = state.config(section, name)
-    return value if isinstance(value, int) else None
+    return "max_num_batched_tokens", setting_of(state, "max_num_batched_tokens"), room + num_decodes

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from aioengine_tui.model.state import DashboardState
-from aioengine_tui.model.waterfall import CELLS, COMPUTES, IDLE, PREEMPTED, PREFILL, PROMPTS, Cell, Run, StepMark, Waterfall, WaterfallRow
+from aioengine_tui.model.waterfall import CELLS, COMPUTES, PREEMPTED, PROMPTS, Cell, Run, StepMark, Waterfall, WaterfallRow
 
 SLOW_FACTOR = 2.0
 """A step is called slow from this multiple of the usual time on."""
@@ -87,7 +87,7 @@ def slowest_token(state: DashboardState, request_id: str) -> SlowToken | None:
     if row is None:
         return None
     steps = [(mark, run) for mark in state.waterfall.marks if (run := _run_at(row, mark)) is not None]
-    tokens = [index for index, (mark, run) in enumerate(steps) if _gives_token(steps, index) and mark.result_time is not None]
+    tokens = [index for index, (mark, run) in enumerate(steps) if run.cell in COMPUTES and run.samples and mark.result_time is not None]
     gaps = [(_result_time(steps[b][0]) - _result_time(steps[a][0]), a, b) for a, b in itertools.pairwise(tokens)]
     if not gaps:
         return None
@@ -108,18 +108,6 @@ def _run_at(row: WaterfallRow, mark: StepMark) -> Run | None:
 def _result_time(mark: StepMark) -> float:
     assert mark.result_time is not None, "only steps that came back"
     return mark.result_time
-
-
-def _gives_token(steps: list[tuple[StepMark, Run]], index: int) -> bool:
-    """A decoding step does; so does the one that computes the rest of a prompt, or of what a preemption took.
-
-    A chunk or a resumed share is the last of its kind if decoding follows.
-    """
-    cell = steps[index][1].cell
-    if cell not in PROMPTS:
-        return cell in COMPUTES
-    following = next((run.cell for _, run in steps[index + 1 :] if run.cell != IDLE), None)
-    return cell == PREFILL or (following in COMPUTES and following not in PROMPTS)
 
 
 def _slow_cause(request_id: str, between: list[tuple[StepMark, Run]], company: StepCompany) -> SlowCause:

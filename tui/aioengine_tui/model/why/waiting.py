@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -42,6 +42,7 @@ class WhyWaiting:
     max_num_seqs: int | None  # None: the engine does not tell its settings
     holders: tuple[Holder, ...]  # who holds blocks, the most first
     must_end: tuple[str, ...]  # of the running ones, soonest to end first: as soon as these are gone there is room for it
+    num_before_must_end: int  # of those before it, when all that run are too few
 
 
 def why_waiting(state: DashboardState, request_id: str) -> WhyWaiting | None:
@@ -53,28 +54,23 @@ def why_waiting(state: DashboardState, request_id: str) -> WhyWaiting | None:
         return None
     row, before = queue[place - 1], queue[: place - 1]
     running = [other for other in state.requests.values() if other.state == "running"]
-    needed = blocks_needed(row, block_size)
-    num_before = sum(blocks_needed(other, block_size) for other in before)
-    num_free = state.stats.num_free_blocks if state.stats is not None else 0
-    claims = {other.request_id: _next_claim(state, other, block_size) for other in running}
-    limit = state.config("scheduler", "max_num_seqs")
-    max_num_seqs = limit if isinstance(limit, int) else None
+    step = _NextStep(state, running, queue[:place], block_size=block_size)
+    must_end, num_before_must_end = step.who_must_end()
     return WhyWaiting(
         request_id=request_id,
         place=place,
         num_waiting=len(queue),
         cause=_cause(state, row),
         before=tuple(other.request_id for other in before),
-        num_blocks_needed=needed,
-        num_blocks_before=num_before,
-        num_blocks_claimed=sum(claims.values()),
-        num_free_blocks=num_free,
+        num_blocks_needed=blocks_needed(row, block_size),
+        num_blocks_before=sum(blocks_needed(other, block_size) for other in before),
+        num_blocks_claimed=sum(step.claim(other, step.budget)[1] for other in running),
+        num_free_blocks=step.num_free,
         num_running=len(running),
-        max_num_seqs=max_num_seqs,
+        max_num_seqs=setting(state, "max_num_seqs"),
         holders=tuple(sorted((_holder(state, other) for other in running), key=lambda holder: -holder.num_blocks)),
-        must_end=_must_end(
-            state, running, place=place, num_wanted=needed + num_before, num_free=num_free, claims=claims, limit=max_num_seqs
-        ),
+        must_end=must_end,
+        num_before_must_end=num_before_must_end,
     )
 
 
@@ -110,39 +106,78 @@ def tokens_left(row: RequestRow) -> int:
     return max(0, row.max_tokens - row.num_output_tokens)
 
 
-def _next_claim(state: DashboardState, row: RequestRow, block_size: int) -> int:
-    """New blocks that a running request takes in the next step. Running requests are served before waiting ones."""
-    budget = state.config("scheduler", "max_num_batched_tokens")
-    num_missing = max(1, row.num_tokens - row.num_computed_tokens)
-    num_next = min(num_missing, budget) if isinstance(budget, int) else num_missing
-    return max(0, -(-(row.num_computed_tokens + num_next) // block_size) - row.num_blocks)
+class _NextStep:
+    """What the scheduler would do in its next step, as far as it can be known here, if some requests had ended before it."""
+
+    def __init__(self, state: DashboardState, running: Sequence[RequestRow], queue: Sequence[RequestRow], *, block_size: int) -> None:
+        self.state = state
+        self.running = running
+        self.queue = queue  # up to the request that is asked about
+        self.block_size = block_size
+        self.soonest = sorted(running, key=tokens_left)
+        self.num_free = state.stats.num_free_blocks if state.stats is not None else 0
+        self.max_num_seqs = setting(state, "max_num_seqs") or len(running) + len(queue)
+        self.budget = setting(state, "max_num_batched_tokens") or 1 << 30
+        self.threshold = setting(state, "long_prefill_token_threshold") or 1 << 30
+        self.splits_prompts = state.config("scheduler", "enable_chunked_prefill") is not False
+
+    def claim(self, row: RequestRow, budget: int) -> tuple[int, int]:
+        """Tokens and new blocks of a running request. Running requests are served before waiting ones."""
+        num_tokens = min(max(1, row.num_tokens - row.num_computed_tokens), budget, self.threshold)
+        return num_tokens, max(0, -(-(row.num_computed_tokens + num_tokens) // self.block_size) - row.num_blocks)
+
+    def admits_last(self, num_ended: int, num_gone: int) -> bool:
+        """Whether there is a slot and blocks for the last of the queue.
+
+        num_ended: of the running ones, soonest first. num_gone: of the queue, the first ones: they came and went before.
+        Where the token budget ends first it is a later step that goes on, with whole prompts in their blocks by then.
+        """
+        ended = {row.request_id for row in self.soonest[:num_ended]}
+        free = self.num_free + self._num_released(num_ended)
+        budget, num_running = self.budget, len(self.running) - num_ended
+        for row in self.running:
+            if row.request_id in ended:
+                continue
+            num_tokens, num_blocks = self.claim(row, budget)
+            if num_blocks > free:
+                return False  # it has to preempt, and then admits nobody
+            budget, free = budget - num_tokens, free - num_blocks
+        for row in self.queue[num_gone:]:
+            num_blocks = blocks_needed(row, self.block_size)
+            if num_running >= self.max_num_seqs or num_blocks > free:
+                return False
+            stops = budget <= 0 or (not self.splits_prompts and row.num_tokens > budget)
+            num_tokens = row.num_tokens if stops else min(row.num_tokens, budget, self.threshold)
+            budget = 0 if stops else budget - num_tokens
+            free -= -(-num_tokens // self.block_size)
+            num_running += 1
+        return True
+
+    def _num_released(self, num_ended: int) -> int:
+        released: Counter[int] = Counter()
+        for row in self.soonest[:num_ended]:
+            released.update(row.block_ids)
+        return sum(count == len(self.state.blocks.owners(block_id)) for block_id, count in released.items())
+
+    def who_must_end(self) -> tuple[tuple[str, ...], int]:
+        """The fewest of the running ones, soonest to end first, and how many of those before it in the queue besides."""
+        num_ended = _first(len(self.running), lambda count: self.admits_last(count, 0))
+        num_gone = 0
+        if num_ended == len(self.running) and not self.admits_last(num_ended, 0):
+            num_gone = _first(len(self.queue) - 1, lambda count: self.admits_last(num_ended, count))
+        return tuple(row.request_id for row in self.soonest[:num_ended]), num_gone
 
 
-def _must_end(
-    state: DashboardState,
-    running: Sequence[RequestRow],
-    *,
-    place: int,
-    num_wanted: int,
-    num_free: int,
-    claims: dict[str, int],
-    limit: int | None,
-) -> tuple[str, ...]:
-    """The shortest beginning of `running`, soonest to end first, whose end gives the slots and blocks that are missing.
+def _first(most: int, is_enough: Callable[[int], bool]) -> int:
+    """The least number from 0 to `most` that is enough, `most` if none is; what is more than enough is enough too."""
+    low, high = -1, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return high
 
-    All of them where even that is too little by these numbers (the prefix cache may then have what is missing).
-    """
-    released: Counter[int] = Counter()
-    num_claimed, num_left = sum(claims.values()), len(running)
-    ended: list[str] = []
-    for row in sorted(running, key=tokens_left):
-        has_slot = limit is None or num_left + place <= limit
-        if has_slot and num_wanted + num_claimed <= num_free:
-            break
-        ended.append(row.request_id)
-        num_left -= 1
-        num_claimed -= claims[row.request_id]
-        for block_id in row.block_ids:
-            released[block_id] += 1
-            num_free += released[block_id] == len(state.blocks.owners(block_id))
-    return tuple(ended)
+
+def setting(state: DashboardState, name: str) -> int | None:
+    """A number among the scheduler's settings; None if the engine does not tell it."""
+    value = state.config("scheduler", name)
+    return value if isinstance(value, int) else None

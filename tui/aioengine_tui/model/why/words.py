@@ -18,10 +18,13 @@ STOP_LETTERS: dict[str, str] = {
 """One letter for each reason why a step admitted nobody further; a blank: nobody was waiting."""
 
 
-def advice_line(state: DashboardState) -> str | None:
-    """The one line for the whole engine; None as long as there is too little to go by."""
+def advice_line(state: DashboardState, *, most: int = 1 << 30) -> str | None:
+    """The one line for the whole engine, brief where it would be longer than `most`; None as long as there is too little to go by."""
     advice = advise(state)
-    return None if advice is None else advice_words(advice)
+    if advice is None:
+        return None
+    words = advice_words(advice)
+    return words if len(words) <= most else advice_words(advice, brief=True)
 
 
 def request_words(state: DashboardState, request_id: str) -> list[str]:
@@ -90,10 +93,13 @@ def _holders_words(holders: Sequence[Holder]) -> str:
 
 
 def _must_end_words(why: WhyWaiting) -> str:
-    if not why.must_end:
+    if not why.must_end and not why.num_before_must_end:
         return "nobody has to end first: the next step with tokens left admits it"
     left = {holder.request_id: holder.num_tokens_left for holder in why.holders}
-    last = max(left.get(request_id, 0) for request_id in why.must_end)
+    last = max((left.get(request_id, 0) for request_id in why.must_end), default=0)
+    if why.num_before_must_end:
+        running = f"all {len(why.must_end)} that run and " if why.must_end else ""
+        return f"{running}{why.num_before_must_end} of those before it must end first"
     return f"{name_some(why.must_end, _NAMED)} must end first: in {plural(last, 'token')} at the latest"
 
 
@@ -144,15 +150,16 @@ def _ms(value: float) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------- advice
-def advice_words(advice: Advice) -> str:
+def advice_words(advice: Advice, *, brief: bool = False) -> str:
     """The heaviest finding in one line, with the setting to change."""
     if not advice.findings:
-        return f"nothing stands in the way: of the last {advice.num_steps} steps hardly one kept a request waiting or a token late"
+        more = "" if brief else f": of the last {advice.num_steps} steps hardly one kept a request waiting or a token late"
+        return f"nothing stands in the way{more}"
     finding = advice.findings[0]
-    return f"{_seen_words(advice, finding)}: {remedy_words(finding)}"
+    return f"{_seen_words(advice, finding, brief=brief)}: {remedy_words(finding, brief=brief)}"
 
 
-def _seen_words(advice: Advice, finding: Finding) -> str:
+def _seen_words(advice: Advice, finding: Finding, *, brief: bool) -> str:
     share, steps = _percent(finding.share), f"the last {advice.num_steps} steps"
     match finding.cause:
         case "budget":
@@ -161,7 +168,7 @@ def _seen_words(advice: Advice, finding: Finding) -> str:
             return f"{share} of {steps} stopped admitting at max_num_seqs"
         case "no_blocks":
             words = f"{share} of {steps} lacked KV blocks"
-            if advice.num_preemptions:
+            if advice.num_preemptions and not brief:
                 computed = advice.num_prompt_tokens + advice.num_recomputed_tokens
                 again = f"recomputed {_count(advice.num_recomputed_tokens)} of {_count(computed)} prompt tokens"
                 words += f"; {plural(advice.num_preemptions, 'preemption')} {again}"
@@ -170,8 +177,8 @@ def _seen_words(advice: Advice, finding: Finding) -> str:
             return f"prompts held up decoding in {_count(finding.num_steps)} of {steps}, {share} of the time"
 
 
-def remedy_words(finding: Finding) -> str:
-    """The setting to change, its value and the one to try."""
+def remedy_words(finding: Finding, *, brief: bool = False) -> str:
+    """The setting to change, its value and the one to try; another way out, unless it is to be brief."""
     raised = finding.present is not None and finding.proposed is not None and finding.proposed > finding.present > 0
     verb = "raise" if raised or finding.cause != "long_prompts" else "lower" if finding.present else "set"
     if finding.cause == "long_prompts" and finding.setting == "long_prefill_token_threshold" and not finding.present:
@@ -180,7 +187,7 @@ def remedy_words(finding: Finding) -> str:
         change = f" ({finding.present} to {finding.proposed})"
     else:
         change = ""
-    return f"{verb} {finding.setting}{change}{' ' + finding.otherwise if finding.otherwise else ''}"
+    return f"{verb} {finding.setting}{change}{' ' + finding.otherwise if finding.otherwise and not brief else ''}"
 
 
 def _percent(share: float) -> str:
