@@ -9,7 +9,7 @@ import pytest
 
 from aioengine import AsyncEngine, SamplingParams
 from aioengine.events.sources.base import Gap, StreamItem
-from aioengine.events.step_event import EngineSnapshot, StepEvent, StepResultEvent
+from aioengine.events.step_event import EngineSnapshot, Event, StepEvent, StepResultEvent
 from aioengine.testing import FakeExecutor, FakeTokenizer, scripted
 from aioengine_tui.model.state import DashboardState
 from aioengine_tui.model.waterfall import CELLS, CHUNK, COMPUTES, DECODE, MAX_RUNS, Waterfall
@@ -77,7 +77,8 @@ def test_the_kinds_are_those_of_the_steps_shares(run: Run) -> None:
 
 
 async def test_draft_cells_hold_what_the_step_gave() -> None:
-    state, events = DashboardState(), []
+    state = DashboardState()
+    events: list[Event] = []
     executor = FakeExecutor(next_token=scripted("la la la li " * 8))
     async with AsyncEngine(executor=executor, tokenizer=FakeTokenizer(), num_speculative_tokens=4) as engine:
         state.apply(engine.wire_header)

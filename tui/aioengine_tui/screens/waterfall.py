@@ -17,6 +17,7 @@ from aioengine_tui.table_file import ExportTable, Plain
 from aioengine_tui.themes import Palette
 from aioengine_tui.widgets.text import Line, Part, beside, clean, fit_line, fit_middle, width_of
 from aioengine_tui.widgets.waterfall_grid import STEP_ZOOMS, TIME_ZOOMS, Axis, Scale, Window, cell_at, waterfall_legend
+from aioengine_tui.widgets.why_lines import Advisor
 
 _MAX_NAME = 28
 _WITH_LEVELS = 22  # rows of a screen that has room for the two lines of levels
@@ -55,6 +56,7 @@ class WaterfallView(View):
         self.axis: Axis = "steps"
         self.zooms: dict[Axis, int] = {"steps": 0, "time": 3}  # indices
         self.with_ended = True
+        self.advisor = Advisor()
         self.column: int | None = None  # under the cursor, numbered absolutely; None: the latest one, which is followed
         self.number: int | None = None  # of the row under the cursor; None: the line of the steps, above the rows
         self._last: int | None = None  # the rightmost column while the cursor is not followed
@@ -202,7 +204,7 @@ class WaterfallView(View):
         self._place(state, width)
         head = self._head(state, width, with_levels=height >= _WITH_LEVELS)
         num_words = 3 if height >= _WITH_LEGEND else 2 if height >= _WITH_TWO_LINES else 1
-        foot = cell_lines(state, self._row(), self._step_id(), width, num_lines=num_words)
+        foot = cell_lines(state, self._row(), self._step_id(), width, num_lines=num_words, advisor=self.advisor)
         if height >= _WITH_LEGEND:
             foot.append(fit_line(waterfall_legend(), width))
         self._rows_at = len(head)

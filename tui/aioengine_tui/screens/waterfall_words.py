@@ -7,14 +7,17 @@ import textwrap
 from aioengine_tui.model.log import plural
 from aioengine_tui.model.state import DashboardState
 from aioengine_tui.model.waterfall import CELLS, Run, StepMark, WaterfallRow
-from aioengine_tui.model.why.words import advice_line, request_words, step_words
+from aioengine_tui.model.why.words import request_words, step_words
 from aioengine_tui.widgets.step_rows import STOP_WORDS
 from aioengine_tui.widgets.text import Line, Part, clean, fit_line
+from aioengine_tui.widgets.why_lines import Advisor
 
 
-def cell_lines(state: DashboardState, row: WaterfallRow | None, step_id: int | None, width: int, *, num_lines: int) -> list[Line]:
+def cell_lines(
+    state: DashboardState, row: WaterfallRow | None, step_id: int | None, width: int, *, num_lines: int, advisor: Advisor
+) -> list[Line]:
     """Of a cell: what the request did, and what shared the step; of no request: the step, and the advice for the engine."""
-    sentences = _sentences(state, row, step_id, most=(width - 4) * num_lines)
+    sentences = _sentences(state, row, step_id, most=(width - 4) * num_lines, advisor=advisor)
     wrapped = textwrap.wrap("; ".join(sentences), max(10, width - 2), break_long_words=True) or [""]
     if len(wrapped) > num_lines:
         wrapped = [*wrapped[: num_lines - 1], " ".join(wrapped[num_lines - 1 :])]
@@ -23,12 +26,12 @@ def cell_lines(state: DashboardState, row: WaterfallRow | None, step_id: int | N
     return [fit_line([Part(head if index == 0 else "  ", "accent"), Part(line)], width) for index, line in enumerate(wrapped)]
 
 
-def _sentences(state: DashboardState, row: WaterfallRow | None, step_id: int | None, *, most: int) -> list[str]:
+def _sentences(state: DashboardState, row: WaterfallRow | None, step_id: int | None, *, most: int, advisor: Advisor) -> list[str]:
     mark = state.waterfall.mark(step_id) if step_id is not None else None
     shared = step_words(state, mark.step_id) if mark is not None else None
     step = [f"step {mark.step_id}: {shared}{_stop_words(mark)}"] if mark is not None else []
     if row is None:
-        advice = advice_line(state, most=most)
+        advice = advisor.line(state, most=most)
         return [*([advice] if advice is not None else []), *step]
     run = row.at(mark.step_id) if mark is not None else None
     said = [f"{clean(row.request_id)} {_run_words(run)}"] if run is not None else [f"{clean(row.request_id)} was not there"]

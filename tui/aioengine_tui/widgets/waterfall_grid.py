@@ -180,7 +180,7 @@ class Window:
         parts: Line = []
         column = 0
         for code, run in itertools.groupby(self.codes(row)):
-            size = sum(1 for _ in run)
+            size = len(list(run))
             if code >= _DRAFT_BASE:
                 name, glyphs = "draft", _digit(code - _DRAFT_BASE) * size
             elif code == WAITING:

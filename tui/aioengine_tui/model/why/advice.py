@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -9,8 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from aioengine_tui.model.state import DashboardState
-from aioengine_tui.model.waterfall import StepMark
-from aioengine_tui.model.why.slow import SLOW_FACTOR, prompt_tokens, step_company, usual_duration
+from aioengine_tui.model.waterfall import PROMPTS, StepMark
+from aioengine_tui.model.why.slow import SLOW_FACTOR, prompt_tokens, usual_duration
 from aioengine_tui.model.why.waiting import setting as setting_of
 
 ADVICE_STEPS = 2000
@@ -55,7 +56,7 @@ class Advice:
 def advise(state: DashboardState, *, num_steps: int = ADVICE_STEPS) -> Advice | None:
     """None before the first steps: nothing can be said of fewer than a handful."""
     marks = state.waterfall.marks
-    recent = [marks[index] for index in range(max(0, len(marks) - num_steps), len(marks))]
+    recent = itertools.islice(marks, max(0, len(marks) - num_steps), None)
     working = [mark for mark in recent if mark.num_tokens]  # steps that only tell the worker whom to forget say nothing
     if len(working) < _LEAST_STEPS:
         return None
@@ -145,8 +146,8 @@ def _chunk_setting(state: DashboardState, slow: Sequence[StepMark], usual: float
     per_token = statistics.median(((mark.duration or 0.0) - usual) / prompt_tokens(mark) for mark in slow)
     room = max(1, int((SLOW_FACTOR - 1) * usual / per_token))
     slowest = sorted(slow, key=lambda mark: -prompt_tokens(mark))[:_LOOKED_AT]
-    companies = [step_company(state, mark.step_id) for mark in slowest]
-    largest = [company.prompts[0].num_tokens for company in companies if company is not None and company.prompts]
+    shares = [[run.num_tokens for _, run in state.waterfall.company(mark.step_id) if run.cell in PROMPTS] for mark in slowest]
+    largest = [max(tokens, default=0) for tokens in shares]
     if sum(largest) * 2 >= sum(map(prompt_tokens, slowest)):
         return "long_prefill_token_threshold", setting_of(state, "long_prefill_token_threshold"), room
     num_decodes = max(mark.num_tokens - prompt_tokens(mark) for mark in slowest)

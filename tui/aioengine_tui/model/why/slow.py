@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from aioengine_tui.model.state import DashboardState
-from aioengine_tui.model.waterfall import CELLS, COMPUTES, PREEMPTED, PROMPTS, Cell, Run, StepMark, Waterfall, WaterfallRow
+from aioengine_tui.model.waterfall import CELLS, COMPUTES, PREEMPTED, PROMPTS, Cell, Run, StepMark, Waterfall
 
 SLOW_FACTOR = 2.0
 """A step is called slow from this multiple of the usual time on."""
@@ -59,7 +59,7 @@ class SlowToken:
 def usual_duration(waterfall: Waterfall) -> float | None:
     """Seconds: the median duration of the latest steps that computed no prompt; None without one."""
     marks = waterfall.marks
-    recent = (marks[index] for index in range(len(marks) - 1, max(-1, len(marks) - 1 - _USUAL_STEPS), -1))
+    recent = itertools.islice(marks, max(0, len(marks) - _USUAL_STEPS), None)
     times = [time for mark in recent if mark.num_tokens and not prompt_tokens(mark) and (time := mark.duration) is not None]
     return statistics.median(times) if times else None
 
@@ -86,7 +86,9 @@ def slowest_token(state: DashboardState, request_id: str) -> SlowToken | None:
     row = state.waterfall.row(request_id)
     if row is None:
         return None
-    steps = [(mark, run) for mark in state.waterfall.marks if (run := _run_at(row, mark)) is not None]
+    marks = state.waterfall.marks
+    start = (state.waterfall.position(row.first_step) or 0) if row.first_step is not None else 0
+    steps = [(mark, run) for mark in itertools.islice(marks, start, None) if (run := row.at(mark.step_id)) is not None]
     tokens = [index for index, (mark, run) in enumerate(steps) if run.cell in COMPUTES and run.samples and mark.result_time is not None]
     gaps = [(_result_time(steps[b][0]) - _result_time(steps[a][0]), a, b) for a, b in itertools.pairwise(tokens)]
     if not gaps:
@@ -99,10 +101,6 @@ def slowest_token(state: DashboardState, request_id: str) -> SlowToken | None:
     assert company is not None, "its mark is kept"
     num_without = sum(run.cell not in COMPUTES for _, run in between)
     return SlowToken(request_id, gap, usual, _slow_cause(request_id, between, company), num_without, company)
-
-
-def _run_at(row: WaterfallRow, mark: StepMark) -> Run | None:
-    return row.at(mark.step_id)
 
 
 def _result_time(mark: StepMark) -> float:
