@@ -70,10 +70,14 @@ def test_the_kinds_are_those_of_the_steps_shares(run: Run) -> None:
         assert mark is not None
         assert mark.num_tokens == record.num_tokens
         assert mark.stop == record.admission_stop
-        assert mark.num_recomputed_tokens == sum(share.num_tokens for share in record.shares if share.kind == "resumed")
-        assert mark.num_prompt_tokens == sum(share.num_tokens for share in record.shares if share.kind in ("prefill", "chunk"))
+        assert mark.stopped_req_id == record.stopped_req_id
         assert mark.num_preempted == len(record.preempted_ids)
         assert mark.result_time == record.result_time
+    # The engine's own totals.
+    marks, stats = state.waterfall.marks, run.events[-1].stats
+    assert sum(mark.num_recomputed_tokens for mark in marks) == stats.num_recomputed_tokens
+    assert sum(mark.num_prompt_tokens for mark in marks) == stats.num_prompt_tokens_computed
+    assert sum(mark.num_preempted for mark in marks) == stats.num_preemptions
 
 
 async def test_draft_cells_hold_what_the_step_gave() -> None:

@@ -14,7 +14,7 @@ Everything is seconds of the engine's clock, step ids, and counts.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple, get_args
 
 from aioengine.core.scheduler_output import AdmissionStop
@@ -69,6 +69,7 @@ class StepMark(NamedTuple):
     num_prompt_tokens: int  # of num_tokens: of prompts, without what was computed before
     num_recomputed_tokens: int  # of num_tokens: lost to a preemption before
     num_preempted: int
+    stopped_req_id: str | None = None  # at whom admission stopped; None: nobody was left waiting, or the engine does not tell
     start: float | None = None  # the worker's work on it; None: it has not come back, or the executor reports no times
     end: float | None = None
     result_time: float | None = None  # when its tokens were taken in; None: it has not come back
@@ -199,7 +200,15 @@ class Waterfall:
         return [(request_id, run) for request_id, run in found if run is not None and run.cell in COMPUTES]
 
     # ------------------------------------------------------------------ folding
-    def note_step(self, event: StepEvent, shares: Iterable[Share], requests: dict[str, RequestRow]) -> None:
+    def note_step(
+        self,
+        event: StepEvent,
+        shares: Sequence[Share],
+        requests: dict[str, RequestRow],
+        *,
+        num_prompt_tokens: int,
+        num_recomputed_tokens: int,
+    ) -> None:
         """A step was scheduled, and `requests` are as they are after it."""
         step_id, marks = event.step_id, self.marks
         previous = marks[-1].step_id if marks else 0
@@ -208,7 +217,7 @@ class Waterfall:
         for request_id in event.output.preempted_req_ids:
             if (row := self._live.get(request_id)) is not None:
                 row.add(Run(step_id, PREEMPTED, 0))
-        num_reqs, num_prompt, num_recomputed = self._note_shares(step_id, previous, shares, requests)
+        self._note_shares(step_id, previous, shares, requests)
         for info in event.added:
             if (live := requests.get(info.request_id)) is not None and info.request_id not in self._live:
                 self._start(live, step_id)
@@ -217,19 +226,17 @@ class Waterfall:
         stats = event.stats
         marks.append(
             StepMark(
-                step_id, event.time, event.admission_stop, event.output.total_num_scheduled_tokens, event.token_budget, num_reqs,
-                stats.num_running_reqs, stats.num_waiting_reqs, stats.num_used_blocks, stats.num_total_blocks, num_prompt, num_recomputed,
-                len(event.output.preempted_req_ids), after_gap=bool(previous) and step_id != previous + 1,
+                step_id, event.time, event.admission_stop, event.output.total_num_scheduled_tokens, event.token_budget, len(shares),
+                stats.num_running_reqs, stats.num_waiting_reqs, stats.num_used_blocks, stats.num_total_blocks,
+                num_prompt_tokens, num_recomputed_tokens, len(event.output.preempted_req_ids), event.stopped_req_id,
+                after_gap=bool(previous) and step_id != previous + 1,
             )
         )  # fmt: skip
         self._forget_old_rows()
 
-    def _note_shares(self, step_id: int, previous: int, shares: Iterable[Share], requests: dict[str, RequestRow]) -> tuple[int, int, int]:
-        """Returns how many there are, their prompt tokens and their recomputed tokens."""
+    def _note_shares(self, step_id: int, previous: int, shares: Sequence[Share], requests: dict[str, RequestRow]) -> None:
         live = self._live
-        num_reqs = num_prompt = num_recomputed = 0
         for share in shares:
-            num_reqs += 1
             request_id, kind, num_tokens = share.request_id, share.kind, share.num_tokens
             row = live.get(request_id)
             if row is None:
@@ -243,13 +250,8 @@ class Waterfall:
                 elif row.last_share_step == previous and row.cell == DECODE:  # it goes on: nothing to write down
                     row.last_share_step = step_id
                     continue
-            elif code == RESUMED:
-                num_recomputed += num_tokens
-            else:
-                num_prompt += num_tokens
             row.add(Run(step_id, code, num_tokens, _samples(share, requests.get(request_id))))
             row.last_share_step = step_id
-        return num_reqs, num_prompt, num_recomputed
 
     def note_result(self, event: StepResultEvent, requests: dict[str, RequestRow], *, last_step_id: int) -> None:
         """The tokens of a step are back, while `last_step_id` is the one that was scheduled last."""
@@ -335,9 +337,7 @@ class Waterfall:
 
 def _samples(share: Share, row: RequestRow | None) -> bool:
     """Whether a share reaches the last token that is known of its request. The row is as it is after the step."""
-    if row is None or share.kind in ("decode", "prefill"):
-        return True
-    return not row.recompute_until if share.kind == "resumed" else share.start + share.num_tokens >= row.num_prompt_tokens
+    return row is None or share.kind == "decode" or share.end >= row.num_tokens
 
 
 def _number(row: WaterfallRow) -> int:

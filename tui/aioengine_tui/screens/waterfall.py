@@ -15,7 +15,7 @@ from aioengine_tui.screens.waterfall_words import cell_lines
 from aioengine_tui.session import Session
 from aioengine_tui.table_file import ExportTable, Plain
 from aioengine_tui.themes import Palette
-from aioengine_tui.widgets.text import Line, Part, beside, clean, fit_line, fit_middle, width_of
+from aioengine_tui.widgets.text import Line, Part, beside, clean, fit_middle, width_of
 from aioengine_tui.widgets.waterfall_grid import STEP_ZOOMS, TIME_ZOOMS, Axis, Scale, Window, cell_at, waterfall_legend
 from aioengine_tui.widgets.why_lines import Advisor
 
@@ -206,7 +206,7 @@ class WaterfallView(View):
         num_words = 3 if height >= _WITH_LEGEND else 2 if height >= _WITH_TWO_LINES else 1
         foot = cell_lines(state, self._row(), self._step_id(), width, num_lines=num_words, advisor=self.advisor)
         if height >= _WITH_LEGEND:
-            foot.append(fit_line(waterfall_legend(), width))
+            foot += waterfall_legend(width)[: 2 if height >= _WITH_LEVELS + 8 else 1]
         self._rows_at = len(head)
         self._visible = max(1, height - len(head) - len(foot))
         self._scroll_rows()

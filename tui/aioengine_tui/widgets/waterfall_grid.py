@@ -34,7 +34,7 @@ from aioengine_tui.model.waterfall import (
 )  # fmt: skip
 from aioengine_tui.model.why.words import STOP_LETTERS
 from aioengine_tui.widgets.glyphs import CELL_GLYPHS, EIGHTHS
-from aioengine_tui.widgets.text import Line, Part, seconds
+from aioengine_tui.widgets.text import Line, Part, fit_line, seconds
 
 Axis = Literal["steps", "time"]
 
@@ -110,6 +110,7 @@ class Window:
         self.spans.reverse()
         self._ids = [mark.step_id for mark in self.marks]
         self.letters = self._letters()
+        self._stopped = self._stopped_names()
         covered = {column for begin, end in self.spans for column in range(begin, end + 1)}
         self._uncovered = [column for column in range(self.width) if column not in covered]  # nothing was computed then
 
@@ -130,6 +131,18 @@ class Window:
             for column in range(begin, end + 1) if letter != " " else ():
                 stops[column][letter] += 1
         return "".join(count.most_common(1)[0][0] if count else " " for count in stops)
+
+    def _stopped_names(self) -> list[set[str] | None]:
+        """At whom admission stopped, a set a column; None where an old engine does not tell."""
+        names: list[set[str] | None] = [set() for _ in range(self.width)]
+        for mark, (begin, end) in zip(self.marks, self.spans, strict=True):
+            for column in range(begin, end + 1):
+                known = names[column]
+                if mark.stopped_req_id is not None and known is not None:
+                    known.add(mark.stopped_req_id)
+                elif mark.stop != "queue_empty":
+                    names[column] = None
+        return names
 
     # ------------------------------------------------------------------ a row
     def codes(self, row: WaterfallRow) -> bytes:
@@ -184,13 +197,20 @@ class Window:
             if code >= _DRAFT_BASE:
                 name, glyphs = "draft", _digit(code - _DRAFT_BASE) * size
             elif code == WAITING:
-                name, glyphs = "waiting", self.letters[column : column + size].replace(" ", CELL_GLYPHS["waiting"])
+                name, glyphs = "waiting", self._wait_letters(row.request_id, column, column + size)
             else:
                 name = CELLS[code]
                 glyphs = CELL_GLYPHS[name] * size
             parts.append(Part(glyphs, CELL_ROLES[name]))
             column += size
         return parts
+
+    def _wait_letters(self, request_id: str, begin: int, end: int) -> str:
+        """The letter of the reason where admission stopped at this very request; who waits behind it has a sign for that."""
+        return "".join(
+            self.letters[column] if names is None or request_id in names else CELL_GLYPHS["waiting"]
+            for column, names in enumerate(self._stopped[begin:end], begin)
+        )
 
     # ------------------------------------------------------------------ above the rows
     def axis_line(self, *, cursor: int | None = None) -> Line:
@@ -267,14 +287,22 @@ def cell_at(line: Line, column: int) -> Line:
     return [part for part in parts if part.text]
 
 
-def waterfall_legend() -> Line:
-    """What the cells mean."""
-    line: Line = []
-    for name in ("prefill", "chunk", "decode", "mixed", "resumed", "preempted", "idle", "ended", "aborted"):
-        line += [Part(CELL_GLYPHS[name], CELL_ROLES[name]), Part(f" {_LEGEND_WORDS.get(name, name)}  ", "muted")]
-    for letter, word in (("B", "budget"), ("S", "max_num_seqs"), ("K", "no blocks"), ("P", "preempting"), ("F", "in flight")):
-        line += [Part(letter, "warn"), Part(f" {word}  ", "muted")]
-    return line
+def waterfall_legend(width: int) -> list[Line]:
+    """What the cells and letters mean, in lines of whole entries."""
+    entries = [(CELL_GLYPHS[name], CELL_ROLES[name], _LEGEND_WORDS.get(name, name)) for name in _LEGEND]
+    entries += [(letter, "warn", words) for letter, words in _LETTER_WORDS]
+    lines: list[Line] = [[]]
+    used = 0
+    for glyph, role, words in entries:
+        size = len(words) + 4
+        if used + size > width and used:
+            lines.append([])
+            used = 0
+        lines[-1] += [Part(glyph, role), Part(f" {words}  ", "muted")]
+        used += size
+    return [fit_line(line, width) for line in lines]
 
 
-_LEGEND_WORDS = {"prefill": "prompt", "mixed": "both", "idle": "no token"}
+_LEGEND = ("prefill", "chunk", "decode", "mixed", "resumed", "preempted", "idle", "ended", "aborted", "waiting")
+_LETTER_WORDS = (("B", "waits: budget"), ("S", "max_num_seqs"), ("K", "no blocks"), ("P", "preempting"), ("F", "in flight"))
+_LEGEND_WORDS = {"prefill": "prompt", "mixed": "both", "idle": "no token", "waiting": "waits behind"}

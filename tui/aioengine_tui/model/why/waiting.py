@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from aioengine.core.scheduler_output import AdmissionStop
 from aioengine_tui.model.rows import RequestRow
 from aioengine_tui.model.state import DashboardState
-
-WaitCause = AdmissionStop | Literal["new", "paused"]
-"""An `AdmissionStop`: where the latest step stopped. new: it arrived after that step. paused: the engine is, by its user."""
+from aioengine_tui.model.waiting import Wait, WaitReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +28,7 @@ class WhyWaiting:
     request_id: str
     place: int  # in the queue; 1 is admitted next
     num_waiting: int
-    cause: WaitCause
+    cause: WaitReason
     before: tuple[str, ...]  # who is admitted before it, the next one first
     num_blocks_needed: int  # for the tokens it has; less if the prefix cache has some of them
     num_blocks_before: int  # that those before it need
@@ -47,23 +43,24 @@ class WhyWaiting:
 
 def why_waiting(state: DashboardState, request_id: str) -> WhyWaiting | None:
     """None if no request of that name waits, or the engine does not say how large its blocks are."""
-    queue = waiting_queue(state)
-    place = next((place for place, row in enumerate(queue, 1) if row.request_id == request_id), None)
+    waits = state.waits()
     block_size = state.block_size
+    place = next((wait.position for row, wait in waits if row.request_id == request_id), None)
     if place is None or block_size is None:
         return None
-    row, before = queue[place - 1], queue[: place - 1]
+    needed = {row.request_id: _blocks_needed(row, wait, block_size) for row, wait in waits[:place]}
+    (row, wait), before = waits[place - 1], [row for row, _ in waits[: place - 1]]
     running = [other for other in state.requests.values() if other.state == "running"]
-    step = _NextStep(state, running, queue[:place], block_size=block_size)
+    step = _NextStep(state, running, [*before, row], needed=needed, block_size=block_size)
     must_end, num_before_must_end = step.who_must_end()
     return WhyWaiting(
         request_id=request_id,
         place=place,
-        num_waiting=len(queue),
-        cause=_cause(state, row),
+        num_waiting=wait.num_waiting,
+        cause=wait.reason,
         before=tuple(other.request_id for other in before),
-        num_blocks_needed=blocks_needed(row, block_size),
-        num_blocks_before=sum(blocks_needed(other, block_size) for other in before),
+        num_blocks_needed=needed[request_id],
+        num_blocks_before=sum(needed[other.request_id] for other in before),
         num_blocks_claimed=sum(step.claim(other, step.budget)[1] for other in running),
         num_free_blocks=step.num_free,
         num_running=len(running),
@@ -74,26 +71,14 @@ def why_waiting(state: DashboardState, request_id: str) -> WhyWaiting | None:
     )
 
 
-def waiting_queue(state: DashboardState) -> list[RequestRow]:
-    """Who waits, in the order of admission: the scheduler's own, by arrival, or by priority where the policy is that."""
-    rows = [row for row in state.requests.values() if row.state in ("waiting", "preempted")]
-    if state.config("scheduler", "policy") == "priority":
-        rows.sort(key=lambda row: row.priority)  # stable: equals by arrival
-    return rows
+def _blocks_needed(row: RequestRow, wait: Wait, block_size: int) -> int:
+    """The KV blocks that all its known tokens take. An admission wants room for all of them, not for the first chunk only.
 
-
-def blocks_needed(row: RequestRow, block_size: int) -> int:
-    """The KV blocks that all its known tokens take. An admission wants room for all of them, not for the first chunk only."""
+    Of the one at which admission stopped the scheduler says it, less what the prefix cache has.
+    """
+    if wait.is_stopped and wait.num_blocks_needed is not None:
+        return wait.num_blocks_needed
     return -(-row.num_tokens // block_size)
-
-
-def _cause(state: DashboardState, row: RequestRow) -> WaitCause:
-    if state.paused:
-        return "paused"
-    seen = state.waterfall.row(row.request_id)
-    if state.admission_stop in (None, "queue_empty") or seen is None or (seen.first_step or 0) > state.last_step_id:
-        return "new"
-    return state.admission_stop or "new"
 
 
 def _holder(state: DashboardState, row: RequestRow) -> Holder:
@@ -109,10 +94,13 @@ def tokens_left(row: RequestRow) -> int:
 class _NextStep:
     """What the scheduler would do in its next step, as far as it can be known here, if some requests had ended before it."""
 
-    def __init__(self, state: DashboardState, running: Sequence[RequestRow], queue: Sequence[RequestRow], *, block_size: int) -> None:
+    def __init__(
+        self, state: DashboardState, running: Sequence[RequestRow], queue: Sequence[RequestRow], *, needed: dict[str, int], block_size: int
+    ) -> None:
         self.state = state
         self.running = running
         self.queue = queue  # up to the request that is asked about
+        self.needed = needed  # blocks of each of the queue
         self.block_size = block_size
         self.soonest = sorted(running, key=tokens_left)
         self.num_free = state.stats.num_free_blocks if state.stats is not None else 0
@@ -143,13 +131,13 @@ class _NextStep:
                 return False  # it has to preempt, and then admits nobody
             budget, free = budget - num_tokens, free - num_blocks
         for row in self.queue[num_gone:]:
-            num_blocks = blocks_needed(row, self.block_size)
+            num_blocks = self.needed[row.request_id]
             if num_running >= self.max_num_seqs or num_blocks > free:
                 return False
             stops = budget <= 0 or (not self.splits_prompts and row.num_tokens > budget)
             num_tokens = row.num_tokens if stops else min(row.num_tokens, budget, self.threshold)
             budget = 0 if stops else budget - num_tokens
-            free -= -(-num_tokens // self.block_size)
+            free -= min(num_blocks, -(-num_tokens // self.block_size))
             num_running += 1
         return True
 

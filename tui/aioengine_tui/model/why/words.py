@@ -67,6 +67,8 @@ def _cause_words(why: WhyWaiting) -> str:
     match why.cause:
         case "paused":
             return "the engine is paused: no step is scheduled until it is resumed"
+        case "unknown":
+            return f"why is not known: no step has been seen; {blocks}"
         case "new":
             return f"it came after the latest step, and the next one looks at the queue; {blocks}"
         case "budget":
