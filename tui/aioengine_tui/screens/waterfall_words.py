@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 
 from aioengine_tui.model.log import plural
@@ -17,16 +18,24 @@ def cell_lines(
     state: DashboardState, row: WaterfallRow | None, step_id: int | None, width: int, *, num_lines: int, advisor: Advisor
 ) -> list[Line]:
     """Of a cell: what the request did, and what shared the step; of no request: the step, and the advice for the engine."""
-    sentences = _sentences(state, row, step_id, most=(width - 4) * num_lines, advisor=advisor)
-    wrapped = textwrap.wrap("; ".join(sentences), max(10, width - 2), break_long_words=True) or [""]
-    if len(wrapped) > num_lines:
-        wrapped = [*wrapped[: num_lines - 1], " ".join(wrapped[num_lines - 1 :])]
-    wrapped += [""] * (num_lines - len(wrapped))
+    paragraphs = [
+        textwrap.wrap(text, max(10, width - 2)) for text in _paragraphs(state, row, step_id, most=(width - 4) * num_lines, advisor=advisor)
+    ]
+    lines = list(itertools.chain.from_iterable(paragraphs))
+    if len(lines) > num_lines:  # whole paragraphs go first; of the first one the rest is cut
+        kept = paragraphs[0][:num_lines]
+        for paragraph in paragraphs[1:]:
+            if len(kept) + len(paragraph) <= num_lines:
+                kept += paragraph
+        if len(paragraphs[0]) > num_lines:
+            kept[-1] = " ".join(paragraphs[0][num_lines - 1 :])
+        lines = kept
+    lines += [""] * (num_lines - len(lines))
     head = "> " if row is not None else "  "
-    return [fit_line([Part(head if index == 0 else "  ", "accent"), Part(line)], width) for index, line in enumerate(wrapped)]
+    return [fit_line([Part(head if index == 0 else "  ", "accent"), Part(line)], width) for index, line in enumerate(lines)]
 
 
-def _sentences(state: DashboardState, row: WaterfallRow | None, step_id: int | None, *, most: int, advisor: Advisor) -> list[str]:
+def _paragraphs(state: DashboardState, row: WaterfallRow | None, step_id: int | None, *, most: int, advisor: Advisor) -> list[str]:
     mark = state.waterfall.mark(step_id) if step_id is not None else None
     shared = step_words(state, mark.step_id) if mark is not None else None
     step = [f"step {mark.step_id}: {shared}{_stop_words(mark)}"] if mark is not None else []
@@ -37,7 +46,7 @@ def _sentences(state: DashboardState, row: WaterfallRow | None, step_id: int | N
     said = [f"{clean(row.request_id)} {_run_words(run)}"] if run is not None else [f"{clean(row.request_id)} was not there"]
     is_present = mark is not None and mark.step_id == state.last_step_id
     if is_present and row.end_step is None:
-        return [*said, *request_words(state, row.request_id), *step]
+        return ["; ".join([*said, *request_words(state, row.request_id)]), *step]
     return [*said, *step]
 
 

@@ -195,22 +195,24 @@ class Window:
         for code, run in itertools.groupby(self.codes(row)):
             size = len(list(run))
             if code >= _DRAFT_BASE:
-                name, glyphs = "draft", _digit(code - _DRAFT_BASE) * size
+                parts.append(Part(_digit(code - _DRAFT_BASE) * size, CELL_ROLES["draft"]))
             elif code == WAITING:
-                name, glyphs = "waiting", self._wait_letters(row.request_id, column, column + size)
+                parts += self._wait_parts(row.request_id, column, column + size)
             else:
-                name = CELLS[code]
-                glyphs = CELL_GLYPHS[name] * size
-            parts.append(Part(glyphs, CELL_ROLES[name]))
+                parts.append(Part(CELL_GLYPHS[CELLS[code]] * size, CELL_ROLES[CELLS[code]]))
             column += size
         return parts
 
-    def _wait_letters(self, request_id: str, begin: int, end: int) -> str:
+    def _wait_parts(self, request_id: str, begin: int, end: int) -> Line:
         """The letter of the reason where admission stopped at this very request; who waits behind it has a sign for that."""
-        return "".join(
-            self.letters[column] if names is None or request_id in names else CELL_GLYPHS["waiting"]
-            for column, names in enumerate(self._stopped[begin:end], begin)
-        )
+        stopped = [names is None or request_id in names for names in self._stopped[begin:end]]
+        parts: Line = []
+        for is_stopped, group in itertools.groupby(stopped):
+            size = len(list(group))
+            text = self.letters[begin : begin + size] if is_stopped else CELL_GLYPHS["waiting"] * size
+            parts.append(Part(text, "warn" if is_stopped else CELL_ROLES["waiting"]))
+            begin += size
+        return parts
 
     # ------------------------------------------------------------------ above the rows
     def axis_line(self, *, cursor: int | None = None) -> Line:

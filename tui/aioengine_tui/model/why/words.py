@@ -158,10 +158,23 @@ def advice_words(advice: Advice, *, brief: bool = False) -> str:
         more = "" if brief else f": of the last {advice.num_steps} steps hardly one kept a request waiting or a token late"
         return f"nothing stands in the way{more}"
     finding = advice.findings[0]
-    return f"{_seen_words(advice, finding, brief=brief)}: {remedy_words(finding, brief=brief)}"
+    if brief:
+        return f"{remedy_words(finding, brief=True)}: {_brief_words(finding)}"
+    return f"{_seen_words(advice, finding)}: {remedy_words(finding)}"
 
 
-def _seen_words(advice: Advice, finding: Finding, *, brief: bool) -> str:
+def _brief_words(finding: Finding) -> str:
+    share = _percent(finding.share)
+    match finding.cause:
+        case "budget" | "max_num_seqs":
+            return f"{share} of steps stopped there"
+        case "no_blocks":
+            return f"{share} of steps lacked KV blocks"
+        case "long_prompts":
+            return f"prompts held up decoding {share} of the time"
+
+
+def _seen_words(advice: Advice, finding: Finding) -> str:
     share, steps = _percent(finding.share), f"the last {advice.num_steps} steps"
     match finding.cause:
         case "budget":
@@ -170,7 +183,7 @@ def _seen_words(advice: Advice, finding: Finding, *, brief: bool) -> str:
             return f"{share} of {steps} stopped admitting at max_num_seqs"
         case "no_blocks":
             words = f"{share} of {steps} lacked KV blocks"
-            if advice.num_preemptions and not brief:
+            if advice.num_preemptions:
                 computed = advice.num_prompt_tokens + advice.num_recomputed_tokens
                 again = f"recomputed {_count(advice.num_recomputed_tokens)} of {_count(computed)} prompt tokens"
                 words += f"; {plural(advice.num_preemptions, 'preemption')} {again}"
