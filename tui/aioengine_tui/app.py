@@ -25,7 +25,7 @@ from textual.worker import Worker, WorkerError
 from aioengine.errors import AioEngineError
 from aioengine_tui.control import ControlActions
 from aioengine_tui.keymap import BINDINGS, COMMANDS
-from aioengine_tui.messages import FilterWanted, OpenRequest
+from aioengine_tui.messages import FilterWanted, OpenFrame, OpenRequest
 from aioengine_tui.model.state import DashboardState
 from aioengine_tui.screens.base import FilterView, View
 from aioengine_tui.screens.batch import BatchView
@@ -52,7 +52,7 @@ REFRESH_RATES = (0.5, 1.0, 2.0, 4.0, 5.0, 10.0)
 
 _MIN_WIDTH, _MIN_HEIGHT = 40, 10
 _NOTE_S = 6.0
-_COMMON_HINTS = (("?", "help"), ("1-5", "screens"), ("p", "pause"), ("t", "theme"), ("q", "quit"))
+_COMMON_HINTS = (("?", "help"), ("1-6", "screens"), ("p", "pause"), ("t", "theme"), ("q", "quit"))
 _REPLAY_HINTS = (("?", "help"), ("space", "play"), ("[ ]", "step"), ("{ }", "seek"), ("! X L", "jump"), ("+ -", "speed"), ("q", "quit"))
 
 
@@ -237,6 +237,16 @@ class DashboardApp(ControlActions, App[None]):
     def on_open_request(self, message: OpenRequest) -> None:
         self.query_one(RequestView).open(message.request_id)
         self.action_show("request")
+
+    async def on_open_frame(self, message: OpenFrame) -> None:
+        """Of a recording any step can be gone back to; of an engine the latest ones are kept in full."""
+        step, playback = self.query_one(StepView), self.source.playback
+        if not step.go_to(message.step_id) and playback is not None:
+            await self._do(playback.seek_step(message.step_id))
+        elif not step.go_to(message.step_id):
+            self.say(f"step {message.step_id} is no longer kept in full: the last {len(self.session.state.steps)} steps are")
+            return
+        self.action_show("step")
 
     # ------------------------------------------------------------------ pause, speed, themes, files
     def action_pause(self) -> None:

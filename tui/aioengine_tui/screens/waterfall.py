@@ -9,7 +9,7 @@ from textual.binding import Binding, BindingType
 
 from aioengine_tui.messages import OpenFrame, OpenRequest
 from aioengine_tui.model.state import DashboardState
-from aioengine_tui.model.waterfall import CELLS, WaterfallRow
+from aioengine_tui.model.waterfall import CELLS, COMPUTES, WaterfallRow
 from aioengine_tui.screens.base import View
 from aioengine_tui.screens.waterfall_words import cell_lines
 from aioengine_tui.session import Session
@@ -60,7 +60,9 @@ class WaterfallView(View):
         self.column: int | None = None  # under the cursor, numbered absolutely; None: the latest one, which is followed
         self.number: int | None = None  # of the row under the cursor; None: the line of the steps, above the rows
         self._last: int | None = None  # the rightmost column while the cursor is not followed
+        self._zoomed_step: int | None = None  # on which the cursor was when it was last moved, whatever a column is since then
         self._top = 0
+        self._finds_rows = True  # the rows are to be scrolled to those that have tokens
         self._visible = 1  # rows
         self._rows: list[WaterfallRow] = []
         self._window = Window([], Scale(), last=0, width=1)
@@ -80,6 +82,7 @@ class WaterfallView(View):
 
     def _go_to(self, column: int) -> None:
         column = max(self._oldest, min(column, self._latest))
+        self._zoomed_step = None
         if self._last is None:
             self._last = self._window.last
         self.column = column
@@ -128,13 +131,13 @@ class WaterfallView(View):
 
     def _change_scale(self, axis: Axis, zoom: int) -> None:
         """The cursor stays on its step, and in its place on the screen."""
-        mark = None
-        if self.column is not None:
-            mark = next(iter(self._window.steps_in(self.column - self._window.first)), None)
-            from_right = self._window.last - self.column
+        step_id = self._zoomed_step if self._zoomed_step is not None else self._step_id()
+        mark = self.session.state.waterfall.mark(step_id) if self.column is not None and step_id is not None else None
+        from_right = self._window.last - self.column if self.column is not None else 0
         self.axis, self.zooms[axis] = axis, zoom
         self.column = self._last = None
         if mark is not None:
+            self._zoomed_step = mark.step_id
             self.column = self.scale.columns_of(mark)[0]
             self._last = self.column + from_right
         self.draw()
@@ -248,15 +251,19 @@ class WaterfallView(View):
         self._rows = rows if self.with_ended else [row for row in rows if row.end_step is None]
         if self.number is not None and self._row_index() is None:
             self.number = None  # its row has left the picture
+            self._finds_rows = True
 
     def _scroll_rows(self) -> None:
-        """While nothing is chosen, the requests that run are in sight, with some that ended above them."""
+        """A row that was chosen stays in sight; else those that run at the cursor's step do, with some that ended above them."""
         index = self._row_index()
         if index is not None:
             self._top = max(min(self._top, index), index - self._visible + 1)
-        elif self.column is None:
-            live = next((index for index, row in enumerate(self._rows) if row.end_step is None), len(self._rows))
-            self._top = live - self._visible // 3
+        elif self.column is None or self._finds_rows:
+            step_id = self._step_id()
+            runs = (row.at(step_id) if step_id is not None else None for row in self._rows)
+            first = next((i for i, run in enumerate(runs) if run is not None and run.cell in COMPUTES), len(self._rows))
+            self._top = first - self._visible // 3
+        self._finds_rows = False
         self._top = max(0, min(self._top, len(self._rows) - self._visible))
 
     def _title(self, state: DashboardState, width: int) -> Line:
