@@ -98,7 +98,7 @@ async def test_it_fits_every_size_in_every_scale_with_and_without_a_cursor(size:
             lines = app.view.text.splitlines()
             assert max(map(len, lines)) <= size[0]
             assert len(app.view.lines) <= app.view.size.height
-            assert any(glyph in app.view.text for glyph in "█▒▓▚▌!·")
+            assert any(glyph in app.view.text for glyph in "█▒▓▚▌!·") or "d shows" in app.view.text
 
 
 @in_virtual_time
@@ -156,6 +156,21 @@ def test_the_axis_names_round_steps_and_the_cursors() -> None:
     assert line_text(window.axis_line()).index("|20") == 20 - window.first
     line = window.axis_line(cursor=4)
     assert [part.text for part in line if part.role == "cursor"] == [str(window.first + 4)]
+    for cursor in range(30):  # the cursor's label touches no other
+        words = line_text(window.axis_line(cursor=cursor)).replace("|", " ").split()
+        assert str(window.first + cursor) in words
+        assert set(words) <= {"20", "30", "40", str(window.first + cursor)}
+
+
+def test_the_time_axis_has_as_many_digits_as_it_needs() -> None:
+    marks = marks_of([(step / 10, step / 10 + 0.1) for step in range(40)])
+    labels = {ms: line_text(Window(marks, Scale("time", ms), last=30, width=31).axis_line()).split() for ms in (1, 10, 100, 1000)}
+    assert labels == {
+        1: ["|0.00s", "|0.01s", "|0.02s"],
+        10: ["|0.0s", "|0.1s", "|0.2s"],
+        100: ["|0s", "|1s", "|2s"],
+        1000: ["|0s", "|10s", "|20s"],
+    }
 
 
 @in_virtual_time

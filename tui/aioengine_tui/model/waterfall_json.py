@@ -8,16 +8,11 @@ from aioengine_tui.model.waterfall import CELLS, Waterfall
 
 
 def waterfall_to_json(waterfall: Waterfall) -> dict[str, Any]:
-    """`steps`, oldest first, and `rows` by arrival.
-
-    A row is {request_id, arrival_time, runs, end_step}; its runs are [first step, cell, tokens a step, whether the step
-    samples a token], each until the next one begins,
-    the last one until end_step (null: it is still there). A run of a cell that computes and is the last one ends with `last_share_step`.
-    """
+    """`marks`, one a step, oldest first, and `rows` by arrival: docs/dashboard-json.md has every key."""
     marks = waterfall.marks
     rows = waterfall.rows(marks[0].step_id, marks[-1].step_id) if marks else []
     return {
-        "steps": [mark._asdict() for mark in marks],
+        "marks": [mark._asdict() for mark in marks],
         "rows": [
             {
                 "request_id": row.request_id,

@@ -15,7 +15,7 @@ from aioengine_tui.screens.waterfall_words import cell_lines
 from aioengine_tui.session import Session
 from aioengine_tui.table_file import ExportTable, Plain
 from aioengine_tui.themes import Palette
-from aioengine_tui.widgets.text import Line, Part, beside, clean, fit_middle, width_of
+from aioengine_tui.widgets.text import Line, Part, beside, clean, fit_line, fit_middle, width_of
 from aioengine_tui.widgets.waterfall_grid import STEP_ZOOMS, TIME_ZOOMS, Axis, Scale, Window, cell_at, waterfall_legend
 from aioengine_tui.widgets.why_lines import Advisor
 
@@ -215,6 +215,10 @@ class WaterfallView(View):
         self._scroll_rows()
         head[0] = self._title(state, width)
         lines = [self._row_line(state, row) for row in self._rows[self._top : self._top + self._visible]]
+        if not lines:
+            lines.append(
+                fit_line([Part("no request in these columns" + ("" if self.with_ended else ": d shows ended ones"), "muted")], width)
+            )
         lines += [[] for _ in range(self._visible - len(lines))]
         return [*head, *lines, *foot][:height]
 

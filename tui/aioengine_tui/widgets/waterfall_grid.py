@@ -34,7 +34,7 @@ from aioengine_tui.model.waterfall import (
 )  # fmt: skip
 from aioengine_tui.model.why.words import STOP_LETTERS
 from aioengine_tui.widgets.glyphs import CELL_GLYPHS, EIGHTHS
-from aioengine_tui.widgets.text import Line, Part, fit_line, seconds
+from aioengine_tui.widgets.text import Line, Part, fit_line
 
 Axis = Literal["steps", "time"]
 
@@ -50,6 +50,7 @@ CELL_ROLES: dict[str, str] = {
 
 _DRAFT_BASE = 32  # codes from here on: a draft cell with so many tokens
 _MAX_DIGIT = 9
+_TICKS = 10  # columns between two labels of the axis
 # Where several cells fall into one column, the one that is rarest and matters most is shown.
 _ORDER = (NONE, IDLE, WAITING, DECODE, DRAFT, CHUNK, PREFILL, MIXED, RESUMED, ENDED, ABORTED, PREEMPTED)
 _RANK = {cell: rank for rank, cell in enumerate(_ORDER)}
@@ -82,11 +83,13 @@ class Scale:
             return "1 step a column" if self.per_column == 1 else f"{self.per_column} steps a column"
         return f"{self.per_column} ms a column"
 
-    def label(self, column: int) -> str:
-        """What stands at a tick of the axis."""
+    def label(self, column: int, *, columns: int = 1) -> str:
+        """The first step of a column, or when it begins; as exact as labels `columns` apart need to be."""
         if self.axis == "steps":
             return str(column * self.per_column)
-        return seconds(column * self.per_column / 1e3) if column >= 0 else ""
+        distance = columns * self.per_column  # milliseconds
+        digits = next((digits for digits in (0, 1, 2) if distance % 10 ** (3 - digits) == 0), 3)
+        return f"{column * self.per_column / 1e3:.{digits}f}s"
 
 
 class Window:
@@ -216,20 +219,18 @@ class Window:
 
     # ------------------------------------------------------------------ above the rows
     def axis_line(self, *, cursor: int | None = None) -> Line:
-        """Labels at round columns; the one under the cursor in its place."""
+        """Labels at round columns; the one under the cursor takes the place of those that it would touch."""
         text = [" "] * self.width
-        step = _tick_distance(self.scale)
-        for column in range(-(-self.first // step) * step, self.last + 1, step):
-            label = f"|{self.scale.label(column)}" if column >= 0 else ""
-            at = column - self.first
-            if label and at + len(label) <= self.width:
+        own = self.scale.label(self.first + cursor) if cursor is not None else ""
+        begin = max(0, min(cursor, self.width - len(own))) if cursor is not None else self.width
+        for column in range(max(0, -(-self.first // _TICKS) * _TICKS), self.last + 1, _TICKS):
+            label, at = f"|{self.scale.label(column, columns=_TICKS)}", column - self.first
+            if at + len(label) <= self.width and (at + len(label) < begin or at > begin + len(own)):
                 text[at : at + len(label)] = label
         line = "".join(text)
         if cursor is None:
             return [Part(line, "muted")]
-        label = self.scale.label(self.first + cursor)
-        begin = max(0, min(cursor, self.width - len(label)))
-        return [Part(line[:begin], "muted"), Part(label, "cursor"), Part(line[begin + len(label) :], "muted")]
+        return [Part(line[:begin], "muted"), Part(own, "cursor"), Part(line[begin + len(own) :], "muted")]
 
     def steps_line(self) -> Line:
         """Where each step begins, with its id where there is room: the second axis of a picture over time."""
@@ -250,14 +251,6 @@ class Window:
             for column in range(begin, end + 1):
                 levels[column] = max(levels[column], value)
         return [Part("".join(EIGHTHS[max(1, min(8, round(level * 8))) if level > 0 else 0] for level in levels), role)]
-
-
-def _tick_distance(scale: Scale) -> int:
-    """Columns between two labels: a round number of steps or milliseconds, and far enough apart to be read."""
-    for distance in (10, 20, 25, 50, 100):
-        if scale.axis == "steps" or (distance * scale.per_column) % 10 == 0:
-            return distance
-    return 100
 
 
 def _digit(num_tokens: int) -> str:

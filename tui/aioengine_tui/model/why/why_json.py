@@ -24,7 +24,8 @@ def why_to_json(state: DashboardState) -> dict[str, Any]:
     told = None
     if advice is not None:
         findings = [{**dataclasses.asdict(finding), "words": remedy_words(finding)} for finding in advice.findings]
-        told = {**dataclasses.asdict(advice), "findings": findings, "words": advice_words(advice)}
+        stops = [{"admission_stop": stop, "num_steps": count} for stop, count in advice.stops.items()]
+        told = {**dataclasses.asdict(advice), "stops": stops, "findings": findings, "words": advice_words(advice)}
     return {
         "advice": told,
         "waiting": [{**dataclasses.asdict(why), "words": waiting_words(why)} for why in waiting],
