@@ -100,6 +100,45 @@ async def test_draft_cells_hold_what_the_step_gave() -> None:
         assert (CELLS[run.cell], run.num_tokens) == ("draft", num_new[name])
 
 
+def test_who_gets_no_token_for_a_while_is_idle_meanwhile() -> None:
+    """A more urgent request with a long prompt takes the whole budget of some steps."""
+    engine = WorkloadEngine(Settings(max_num_seqs=8, max_num_batched_tokens=8, options={"policy": "priority"}))
+    items: list[StreamItem] = [engine.header]
+    engine.add_with_priority("calm", 2, num_prompt_tokens=4, max_tokens=40)
+    items += engine.run(4)
+    engine.add_with_priority("urgent", 1, num_prompt_tokens=60, max_tokens=4)
+    items += engine.run(60)
+    engine.executor.shutdown()
+    waterfall = fold_all(items).waterfall
+    resumes = 0
+    for event in items:
+        if isinstance(event, StepEvent):
+            cells = cells_in(waterfall, event.step_id)
+            computing = {name for name, cell in cells.items() if cell in {CELLS[code] for code in COMPUTES}}
+            assert computing == event.output.num_scheduled_tokens.keys()
+    for row in waterfall.rows(1, waterfall.marks[-1].step_id):
+        cells_of_row = [CELLS[run.cell] for run in row.runs]
+        resumes += sum(a == "idle" and b == "decode" for a, b in itertools.pairwise(cells_of_row))
+    assert resumes, "somebody should have gone on after a pause"
+
+
+def test_who_ends_before_its_first_token_leaves_in_that_step() -> None:
+    engine = WorkloadEngine(Settings(max_num_seqs=1))
+    items: list[StreamItem] = [engine.header]
+    for name in ("runs", "waits"):
+        engine.add(name, num_prompt_tokens=4, max_tokens=30, prompt=list(made_up_prompt(len(name), 4)))
+    items += engine.run(5)
+    engine.abort("waits")
+    items += engine.run(5)
+    engine.executor.shutdown()
+    waterfall = fold_all(items).waterfall
+    row = waterfall.row("waits")
+    assert row is not None
+    assert [CELLS[run.cell] for run in row.runs] == ["waiting", "aborted"]
+    assert row.end_step == 6
+    assert "waits" not in cells_in(waterfall, 7)
+
+
 def test_a_name_that_is_used_again_has_a_row_of_its_own() -> None:
     arrivals = [Arrival("same", 0.0, made_up_prompt(1, 9), 5)]
     engine = WorkloadEngine(Settings())

@@ -19,7 +19,7 @@ from aioengine.request import RequestStatus
 from aioengine_tui.model.state import DashboardState
 from aioengine_tui.model.state_json import state_to_json
 from aioengine_tui.model.why.advice import Advice, Cause, Finding, advise
-from aioengine_tui.model.why.slow import slowest_token, step_company
+from aioengine_tui.model.why.slow import slowest_token, step_company, usual_duration
 from aioengine_tui.model.why.waiting import WhyWaiting, why_waiting
 from aioengine_tui.model.why.words import advice_line, company_words, remedy_words, request_words, slow_words, step_words, waiting_words
 from tests.tui.runs import make_run
@@ -226,12 +226,7 @@ def test_places_follow_the_policy() -> None:
         state.apply(item)
     state.requests["first"].priority = 0
     for name, priority in (("late", 2), ("urgent", 1)):
-        engine.add(name, num_prompt_tokens=4, max_tokens=4)
-        request = engine.scheduler.requests[name]
-        engine.scheduler.waiting.remove(request)
-        request.priority = priority
-        engine.scheduler.waiting.add(request)
-        engine._added[-1] = dataclasses.replace(engine._added[-1], priority=priority)
+        engine.add_with_priority(name, priority, num_prompt_tokens=4, max_tokens=4)
     for item in engine.run(1):
         state.apply(item)
     engine.executor.shutdown()
@@ -240,6 +235,33 @@ def test_places_follow_the_policy() -> None:
     whys = [why for name in books if (why := why_waiting(state, name)) is not None]
     assert [why.place for why in whys] == [1, 2]
     assert whys[1].before == ("urgent",)
+
+
+def test_a_shared_block_is_given_back_by_the_last_of_its_holders_only() -> None:
+    shared = made_up_prompt(1, 40)
+    arrivals = [Arrival(f"twin-{i}", 0.0, shared, 60) for i in range(2)] + [Arrival("large", 0.3, made_up_prompt(9, 48), 4)]
+    state = DashboardState()
+    checked: list[WhyWaiting] = []
+
+    def check(engine: WorkloadEngine, events: list[StreamItem]) -> None:
+        for event in events:
+            state.apply(event)
+        why = why_waiting(state, "large")
+        if why is not None and why.num_running == 2:
+            assert all(holder.num_own_blocks <= holder.num_blocks - 9 for holder in why.holders)
+            twin = copy.deepcopy(engine.scheduler)
+            twin.finish_requests(why.must_end[:-1], RequestStatus.FINISHED_ABORTED)
+            output = twin.schedule()
+            assert output is None or "large" not in output.num_scheduled_tokens
+            assert admitted_after_the_end_of(engine.scheduler, why.must_end, "large")
+            checked.append(why)
+
+    settings = Settings(num_kv_cache_blocks=27)
+    engine = WorkloadEngine(settings)
+    state.apply(engine.header)
+    engine.executor.shutdown()
+    run_workload(arrivals, settings, each_step=check)
+    assert {len(why.must_end) for why in checked} & {2}, "one of the two is too few: what they share stays held"
 
 
 def test_nobody_waits_for_what_does_not_wait() -> None:
@@ -262,6 +284,14 @@ def test_a_slow_token_names_the_chunk_that_shared_its_step() -> None:
     assert slow_words(slow) == f"slowest token: 43 ms, usually 10 ms: load-0's 81-token prompt in step {step_id}"
     assert company_words(company) == "41 ms, usually 8.4 ms: load-0's 81-token prompt, 1 decodes"
     assert step_words(state, step_id) == company_words(company)
+
+
+def test_what_is_usual_is_a_step_without_prompts_even_where_most_have_some() -> None:
+    arrivals = [Arrival("chat", 0.0, made_up_prompt(1, 8), 60), Arrival("load-0", 0.2, made_up_prompt(2, 600), 2)]
+    state = fold_all(run_workload(arrivals, Settings(max_num_batched_tokens=16)))
+    with_prompt = sum(mark.num_prompt_tokens > 0 for mark in state.waterfall.marks)
+    assert with_prompt * 2 > len(state.waterfall.marks)
+    assert usual_duration(state.waterfall) == pytest.approx(0.0084)
 
 
 def test_a_chunk_is_called_a_chunk() -> None:

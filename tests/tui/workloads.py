@@ -60,6 +60,14 @@ class WorkloadEngine(MadeUpEngine):
         self.executor.load_model().result()
         self.executor.initialize_kv_cache(settings.num_kv_cache_blocks).result()
 
+    def add_with_priority(self, request_id: str, priority: int, *, num_prompt_tokens: int, max_tokens: int) -> None:
+        self.add(request_id, num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens)
+        request = self.scheduler.requests[request_id]
+        self.scheduler.waiting.remove(request)
+        request.priority = priority
+        self.scheduler.waiting.add(request)
+        self._added[-1] = dataclasses.replace(self._added[-1], priority=priority)
+
     @property
     def header(self) -> WireHeader:
         scheduler = {

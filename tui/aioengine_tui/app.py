@@ -80,7 +80,8 @@ class DashboardApp(ControlActions, App[None]):
         self._note_until = 0.0
         self._timer: Timer | None = None
         self._consumer: Worker[None] | None = None
-        self._back_to = "overview"
+        # Of an engine one asks first how it does, of a recording what happened.
+        self._first = self._back_to = "overview" if source.playback is None else "waterfall"
         for own in THEMES.values():
             self.register_theme(own)
         if self.no_color:
@@ -101,7 +102,7 @@ class DashboardApp(ControlActions, App[None]):
         yield LineView(palette, id="title")
         yield LineView(palette, id="tabs")
         yield LineView(palette, id="warnings")
-        with ContentSwitcher(id="views", initial="overview"):
+        with ContentSwitcher(id="views", initial=self._first):
             yield OverviewView(palette, session, id="overview")
             yield StepView(palette, session, id="step")
             yield BatchView(palette, session, id="batch")
