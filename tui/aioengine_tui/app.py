@@ -37,6 +37,7 @@ from aioengine_tui.screens.overview import OverviewView
 from aioengine_tui.screens.prefix import PrefixView
 from aioengine_tui.screens.request import RequestView
 from aioengine_tui.screens.step import StepView
+from aioengine_tui.screens.waterfall import WaterfallView
 from aioengine_tui.session import Session
 from aioengine_tui.table_file import ExportFormat, write_table
 from aioengine_tui.themes import THEME_NAMES, THEMES, Palette, textual_name
@@ -47,13 +48,13 @@ from aioengine_tui.widgets.text import Part
 if TYPE_CHECKING:
     from aioengine.events.sources.base import StepSource
 
-TABS = ("overview", "step", "batch", "blocks", "log")
+TABS = ("overview", "step", "batch", "blocks", "log", "waterfall")
 REFRESH_RATES = (0.5, 1.0, 2.0, 4.0, 5.0, 10.0)
 """Pictures a second."""
 
 _MIN_WIDTH, _MIN_HEIGHT = 40, 10
 _NOTE_S = 6.0
-_COMMON_HINTS = (("?", "help"), ("1-5", "screens"), ("p", "pause"), ("t", "theme"), ("q", "quit"))
+_COMMON_HINTS = (("?", "help"), ("1-6", "screens"), ("p", "pause"), ("t", "theme"), ("q", "quit"))
 _REPLAY_HINTS = (("?", "help"), ("space", "play"), ("[ ]", "step"), ("{ }", "seek"), ("! X L", "jump"), ("+ -", "speed"), ("q", "quit"))
 
 
@@ -81,7 +82,8 @@ class DashboardApp(ControlActions, App[None]):
         self._note_until = 0.0
         self._timer: Timer | None = None
         self._consumer: Worker[None] | None = None
-        self._back_to = "overview"
+        # Of an engine one asks first how it does, of a recording what happened.
+        self._first = self._back_to = "overview" if source.playback is None else "waterfall"
         for own in THEMES.values():
             self.register_theme(own)
         if self.no_color:
@@ -102,12 +104,13 @@ class DashboardApp(ControlActions, App[None]):
         yield LineView(palette, id="title")
         yield LineView(palette, id="tabs")
         yield LineView(palette, id="warnings")
-        with ContentSwitcher(id="views", initial="overview"):
+        with ContentSwitcher(id="views", initial=self._first):
             yield OverviewView(palette, session, id="overview")
             yield StepView(palette, session, id="step")
             yield BatchView(palette, session, id="batch")
             yield BlocksView(palette, session, id="blocks")
             yield LogView(palette, session, id="log")
+            yield WaterfallView(palette, session, id="waterfall")
             yield RequestView(palette, session, id="request")
             yield FrameView(palette, session, id="frame")
             yield PrefixView(palette, session, id="prefix")
@@ -242,7 +245,14 @@ class DashboardApp(ControlActions, App[None]):
         self.query_one(RequestView).open(message.request_id)
         self.action_show("request")
 
-    def on_open_frame(self, message: OpenFrame) -> None:
+    async def on_open_frame(self, message: OpenFrame) -> None:
+        """Of a recording any step can be gone back to; of an engine the latest ones are kept in full."""
+        state, playback = self.session.state, self.source.playback
+        if state.step(message.step_id) is None and playback is not None:
+            await self._do(playback.seek_step(message.step_id))
+        elif state.step(message.step_id) is None:
+            self.say(f"step {message.step_id} is no longer kept in full: the last {len(state.steps)} steps are")
+            return
         self.query_one(FrameView).open(message.step_id)
         self.action_show("frame")
 
