@@ -56,6 +56,9 @@ async def test_the_engine_is_paused_stepped_and_resumed() -> None:
         await press(app, pilot, "full_stop")
         assert "P pauses it first" in text_of(app, "#warnings")
         await press(app, pilot, "P")
+        assert engine.calls == []
+        assert "P again pauses the engine itself" in text_of(app, "#warnings")
+        await press(app, pilot, "P")
         app.session.live.data.paused = True
         await press(app, pilot, "full_stop", "right_square_bracket")
         assert "ENGINE PAUSED" in text_of(app, "#warnings")
@@ -87,7 +90,7 @@ async def test_a_prompt_is_sent_and_a_refusal_is_shown() -> None:
         assert engine.calls == [("submit", "hi q?")]
         assert app.session.selected == "req-9"
         engine.refuses = True
-        await press(app, pilot, "P")
+        await press(app, pilot, "P", "P")
         assert "the engine is busy" in text_of(app, "#warnings")
 
 

@@ -93,6 +93,8 @@ def test_an_engine_is_watched_paused_left_and_watched_again(engine: tuple[str, s
     terminal.keys("4")
     terminal.wait_for(lambda text: "1 cell = 1 block" in text)
     terminal.keys("P")
+    terminal.wait_for(lambda text: "P again pauses" in text)
+    terminal.keys("P")
     terminal.wait_for(lambda text: "ENGINE PAUSED" in text)
     terminal.keys("P")
     terminal.wait_for(lambda text: "ENGINE PAUSED" not in text)

@@ -25,7 +25,7 @@ from textual.worker import Worker, WorkerError
 from aioengine.errors import AioEngineError
 from aioengine_tui.control import ControlActions
 from aioengine_tui.keymap import BINDINGS, COMMANDS
-from aioengine_tui.messages import FilterWanted, OpenRequest
+from aioengine_tui.messages import FilterWanted, OpenRequest, SortWanted
 from aioengine_tui.model.state import DashboardState
 from aioengine_tui.screens.base import FilterView, View
 from aioengine_tui.screens.batch import BatchView
@@ -168,8 +168,8 @@ class DashboardApp(ControlActions, App[None]):
             self.note = ""
         current = self.view.id or ""
         self._line("#title", title_line(state, self.source.address, width))
-        titles = [self.query_one(f"#{tab}", View).screen_title for tab in TABS]
-        self._line("#tabs", tabs_line(titles, TABS.index(current) if current in TABS else None, self.session.state, width))
+        tabs = [(tab, self.query_one(f"#{tab}", View).screen_title) for tab in TABS]
+        self._line("#tabs", tabs_line(tabs, current, self.session.state, width))
         warnings = warnings_line(self.session, width, note=self.note)
         self._line("#warnings", warnings)
         playback = self.source.playback
@@ -206,6 +206,10 @@ class DashboardApp(ControlActions, App[None]):
         if self.is_running:
             self.draw()
 
+    def action_press(self, key: str) -> None:
+        """A key hint was clicked: as if the key had been pressed."""
+        self.simulate_key(key)
+
     # ------------------------------------------------------------------ screens
     def action_show(self, name: str) -> None:
         switcher = self.query_one("#views", ContentSwitcher)
@@ -227,6 +231,10 @@ class DashboardApp(ControlActions, App[None]):
     def action_return(self) -> None:
         if self.view.id not in TABS:
             self.action_show(self._back_to)
+
+    def action_open_request(self, request_id: str) -> None:
+        """A request's name was clicked."""
+        self.post_message(OpenRequest(request_id))
 
     def on_open_request(self, message: OpenRequest) -> None:
         self.query_one(RequestView).open(message.request_id)
@@ -281,7 +289,8 @@ class DashboardApp(ControlActions, App[None]):
         return f"aioengine-{self.view.id}-step{self.session.state.last_step_id}"
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
-        yield from super().get_system_commands(screen)
+        # Textual's Maximize would take away the lines that say STALE and PAUSED.
+        yield from (command for command in super().get_system_commands(screen) if command.title not in ("Maximize", "Minimize"))
         for title, text, action in COMMANDS:
             yield SystemCommand(title, text, lambda action=action: self.call_later(self.run_action, action))
 
@@ -293,3 +302,16 @@ class DashboardApp(ControlActions, App[None]):
         view = self.view
         if isinstance(view, FilterView):
             view.set_filter(text)
+
+    def on_sort_wanted(self, message: SortWanted) -> None:
+        self.open_entry("sort", "", f"sort by: {', '.join(message.names)}")
+
+    def sort_view(self, text: str) -> None:
+        view = self.view
+        if not isinstance(view, BatchView):
+            return
+        name = next((name for name in view.sort_names if name.startswith(text.lower())), None)
+        if name is None:
+            self.say(f"no column here begins with {text!r}")
+        elif name != view.sort:
+            view.action_sort_by(name)

@@ -15,12 +15,12 @@ from aioengine.errors import AioEngineError
 from aioengine_tui.session import Session
 
 if TYPE_CHECKING:
-    from aioengine.events.sources.base import StepSource
+    from aioengine.events.sources.base import EngineControl, StepSource
 
 SPEEDS = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 25.0, 100.0)
 _CONFIRM_S = 5.0
 
-EntryMode = Literal["filter", "seek", "ask"]
+EntryMode = Literal["filter", "sort", "seek", "ask"]
 
 if TYPE_CHECKING:
     _Base = App[None]
@@ -35,6 +35,7 @@ class ControlActions(_Base):
     session: Session
     _entry_mode: EntryMode = "filter"
     _abort_armed: tuple[str, float] = ("", 0.0)
+    _pause_armed_until: float = 0.0
 
     def say(self, text: str) -> None:
         raise NotImplementedError
@@ -43,6 +44,9 @@ class ControlActions(_Base):
         raise NotImplementedError
 
     def filter_view(self, text: str) -> None:
+        raise NotImplementedError
+
+    def sort_view(self, text: str) -> None:
         raise NotImplementedError
 
     # ------------------------------------------------------------------ the playback
@@ -102,7 +106,19 @@ class ControlActions(_Base):
         if engine is None:
             self.say("this engine does not allow control")
         else:
-            await self._do(engine.resume() if self.session.live.paused else engine.pause())
+            await self._pause_or_resume(engine)
+
+    async def _pause_or_resume(self, engine: EngineControl) -> None:
+        """Pausing stops everybody's requests, one shift away from pausing the view: it is asked for twice."""
+        if self.session.live.paused:
+            await self._do(engine.resume())
+        elif time.monotonic() > self._pause_armed_until:
+            self._pause_armed_until = time.monotonic() + _CONFIRM_S
+            self.say("P again pauses the engine itself, for everybody (p pauses only this view)")
+        else:
+            self._pause_armed_until = 0.0
+            if await self._do(engine.pause()) is not None:
+                self.say("the engine is paused: P resumes it, . runs one step")
 
     async def action_engine_step(self) -> None:
         engine = self.source.engine
@@ -179,6 +195,8 @@ class ControlActions(_Base):
         self.close_entry()
         if mode == "filter":
             self.filter_view(text)
+        elif text and mode == "sort":
+            self.sort_view(text)
         elif text and mode == "seek":
             await self._seek(text)
         elif text:

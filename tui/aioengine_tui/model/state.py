@@ -92,7 +92,7 @@ class DashboardState:
 
     __slots__ = ("data",)
 
-    def __init__(self, *, max_steps: int = 120, max_finished: int = 512, max_log_lines: int = 2000) -> None:
+    def __init__(self, *, max_steps: int = 120, max_finished: int = 512, max_log_lines: int = 20_000) -> None:
         self.data = StateData.create(Limits(max_steps=max_steps, max_finished=max_finished, max_log_lines=max_log_lines))
 
     # ------------------------------------------------------------------ folding

@@ -41,7 +41,7 @@ class Limits:
 
     max_steps: int = 120
     max_finished: int = 512
-    max_log_lines: int = 2000
+    max_log_lines: int = 20_000
 
 
 @dataclass(slots=True)
