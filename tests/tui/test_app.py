@@ -75,9 +75,9 @@ async def test_the_step_screen_at_80x24() -> None:
         assert lines[4] == "+ new 1 zeta                            ~ resumed 1 epsilon"
         assert lines[5] == "! preempted 0                           x ended 1 gamma"
         assert lines[6] == "tokens alpha 1d  beta 1d  epsilon 13r  zeta 17c"
-        assert lines[12].endswith("end: follow")
+        assert lines[14].endswith("end: follow")
         await press(app, pilot, "end")
-        assert app.view.text.splitlines()[12].endswith("following")
+        assert app.view.text.splitlines()[14].endswith("following")
 
 
 @in_virtual_time

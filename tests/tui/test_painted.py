@@ -68,11 +68,12 @@ async def random_walk(seed: int, *, num_actions: int) -> None:
 async def one_action(
     app: PaintedApp, pilot: Pilot[None], source: ListSource, events: Iterator[list[StreamItem]], rng: random.Random
 ) -> str:
-    match rng.choices(
+    kind: str = rng.choices(
         ["key", "events", "note", "end of note", "gap", "status", "size", "click", "wheel", "typing"], [12, 8, 2, 3, 1, 1, 3, 3, 1, 1]
-    )[0]:
+    )[0]
+    match kind:
         case "key":
-            key = rng.choice(KEYS)
+            key: str = rng.choice(KEYS)
             await pilot.press(key)
             return key
         case "events":

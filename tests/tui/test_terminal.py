@@ -124,6 +124,29 @@ def test_no_color_is_readable(engine: tuple[str, subprocess.Popen[bytes]], termi
     assert codes <= {"", "0", "1", "2", "3", "4", "7", "22", "23", "24", "27", "39", "49"}, codes
 
 
+def test_it_draws_on_the_terminal_when_messages_go_to_a_file(
+    engine: tuple[str, subprocess.Popen[bytes]], terminal: Terminal, tmp_path: Path
+) -> None:
+    address, _ = engine
+    messages = tmp_path / "err.log"
+    terminal.start(["sh", "-c", f"exec {shlex.join([*TOP, address])} 2>{shlex.quote(str(messages))}"])
+    terminal.wait_for(lambda text: "running 3" in text)
+    assert messages.read_text() == ""
+    terminal.keys("q")
+    terminal.wait_for(lambda text: "left with 0" in text)
+
+
+def test_a_terminal_without_a_cursor_gets_lines_and_a_plain_locale_gets_ascii(
+    engine: tuple[str, subprocess.Popen[bytes]], terminal: Terminal
+) -> None:
+    address, _ = engine
+    terminal.start([*TOP, address], env={"TERM": "dumb"})
+    terminal.wait_for(lambda text: text.count("running 3") >= 2)  # one state below the other
+    terminal.tmux("kill-server")
+    terminal.start([*TOP, address], env={"LC_ALL": "C"})
+    assert terminal.wait_for(lambda text: "* live" in text and "running 3" in text).isascii()
+
+
 # ---------------------------------------------------------------------------------------------------- SIGTERM
 def processes(text: str) -> list[int]:
     """The Python processes that have `text` on their command line."""

@@ -37,6 +37,7 @@ from aioengine_tui.screens.request import RequestView
 from aioengine_tui.screens.step import StepView
 from aioengine_tui.session import Session
 from aioengine_tui.table_file import ExportFormat, write_table
+from aioengine_tui.terminals import driver_for_stdout
 from aioengine_tui.themes import THEME_NAMES, THEMES, Palette, textual_name
 from aioengine_tui.widgets.chrome import keys_line, replay_line, tabs_line, title_line, warnings_line
 from aioengine_tui.widgets.line_view import LineView
@@ -59,7 +60,7 @@ class DashboardApp(ControlActions, App[None]):
     """`aioengine top`.
 
     source: where the items come from; the app opens and closes it. refresh: pictures a second, at most 10.
-    theme: one of `THEME_NAMES`. folder: where exports and pictures go.
+    theme: one of `THEME_NAMES`. folder: where exports and pictures go. ascii_only: draw with the characters of ASCII.
     """
 
     TITLE = "aioengine top"
@@ -67,13 +68,16 @@ class DashboardApp(ControlActions, App[None]):
     ENABLE_COMMAND_PALETTE = True
     BINDINGS: ClassVar[list[BindingType]] = BINDINGS
 
-    def __init__(self, source: StepSource, *, theme: str = "dark", refresh: float = 4.0, folder: Path | None = None) -> None:
-        super().__init__()
+    def __init__(
+        self, source: StepSource, *, theme: str = "dark", refresh: float = 4.0, folder: Path | None = None, ascii_only: bool = False
+    ) -> None:
+        super().__init__(driver_class=driver_for_stdout())
         self.source = source
         self.session = Session(DashboardState())
         self.folder = folder if folder is not None else Path.cwd()
         self.refresh_rate = max(0.1, min(10.0, refresh))
-        self.palette = Palette(THEMES["dark"], no_color=self.no_color)
+        self.palette = Palette(THEMES["dark"], no_color=self.no_color, ascii_only=ascii_only)
+        self.ascii_only = ascii_only
         self.failure: str | None = None  # why the app ended by itself
         self.note = ""
         self._note_until = 0.0
@@ -185,7 +189,7 @@ class DashboardApp(ControlActions, App[None]):
             widget.show([line])
 
     def _apply_palette(self) -> None:
-        self.palette = Palette(self.current_theme, no_color=self.no_color)
+        self.palette = Palette(self.current_theme, no_color=self.no_color, ascii_only=self.ascii_only)
         if self.is_running:
             for widget in self.query(LineView):
                 widget.set_palette(self.palette)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections.abc import Awaitable
@@ -12,13 +13,17 @@ from textual.events import Key
 from textual.widgets import Input
 
 from aioengine.errors import AioEngineError
-from aioengine_tui.session import Session
+from aioengine_tui.messages import OpenRequest
+from aioengine_tui.session import Answer, Session
 
 if TYPE_CHECKING:
     from aioengine.events.sources.base import EngineControl, StepSource
 
 SPEEDS = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 25.0, 100.0)
 _CONFIRM_S = 5.0
+_ANSWER_TOKENS = 256
+_ANSWER_INTERVAL_S = 0.25
+_MAX_ANSWERS = 16
 
 EntryMode = Literal["filter", "sort", "seek", "ask"]
 
@@ -156,10 +161,26 @@ class ControlActions(_Base):
     async def _ask(self, text: str) -> None:
         engine = self.source.engine
         assert engine is not None, "the entry is only opened with an engine"
-        request_id = await self._do(engine.submit(text))
-        if request_id is not None:
-            self.session.selected = str(request_id)
-            self.say(f"sent as {request_id}")
+        request_id = await self._do(engine.submit(text, max_tokens=_ANSWER_TOKENS, chat=True))
+        if request_id is None:
+            return
+        answers = self.session.answers
+        answers[request_id] = Answer(text)
+        while len(answers) > _MAX_ANSWERS:
+            del answers[next(iter(answers))]
+        self.say(f"sent as {request_id}")
+        self.post_message(OpenRequest(request_id))
+        self.run_worker(self._read_answer(engine, request_id), name="answer")
+
+    async def _read_answer(self, engine: EngineControl, request_id: str) -> None:
+        """Ask for the text until it has ended: the page of the request shows it."""
+        answer = self.session.answers[request_id]
+        while not answer.has_ended:
+            found = await self._do(engine.read(request_id))
+            if not isinstance(found, tuple):
+                return  # said in a note, or too long ago
+            answer.text, answer.has_ended = found
+            await asyncio.sleep(_ANSWER_INTERVAL_S)
 
     async def _do(self, action: Awaitable[Any]) -> Any:
         """Await it; None and a note on the screen if it fails. True for an action without a result."""

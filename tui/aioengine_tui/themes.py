@@ -90,8 +90,9 @@ def textual_name(name: str) -> str:
 class Palette:
     """The style of each role under one theme. Made when the theme changes, and shared by all widgets."""
 
-    def __init__(self, theme: Theme, *, no_color: bool = False) -> None:
-        """`no_color`: attributes only (bold, reverse, underline), no colours at all."""
+    def __init__(self, theme: Theme, *, no_color: bool = False, ascii_only: bool = False) -> None:
+        """no_color: attributes only (bold, reverse, underline), no colours at all. ascii_only: the terminal knows no other signs."""
+        self.ascii_only = ascii_only
         if no_color:
             self._styles = _attribute_styles()
             return

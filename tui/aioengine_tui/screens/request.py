@@ -10,7 +10,7 @@ from textual.binding import Binding, BindingType
 from aioengine.sampling_params import SamplingParams
 from aioengine_tui.model.state import DashboardState, RequestRow
 from aioengine_tui.screens.base import PageView
-from aioengine_tui.session import Session
+from aioengine_tui.session import Answer, Session
 from aioengine_tui.table_file import ExportTable
 from aioengine_tui.themes import Palette
 from aioengine_tui.widgets.request_table import state_role, state_text, token_bar
@@ -52,10 +52,13 @@ class RequestView(PageView):
 
     def compose_page(self, state: DashboardState, width: int) -> list[Line]:
         row = state.row(self.request_id) if self.request_id is not None else None
+        if row is None and self.request_id in self.session.answers:
+            return _texts(None, self.session.answers[self.request_id], width)
         if row is None:
             name = clean(self.request_id or "")
             return [[Part(f"request {name} is not known here: not arrived yet, or ended too long ago to be kept", "muted")]]
-        return page_lines(row, state, width, with_defaults=self.with_defaults)
+        answer = self.session.answers.get(row.request_id)
+        return page_lines(row, state, width, with_defaults=self.with_defaults, answer=answer)
 
     def export_table(self, state: DashboardState) -> ExportTable | None:
         row = state.row(self.request_id) if self.request_id is not None else None
@@ -66,16 +69,18 @@ class RequestView(PageView):
         )
 
 
-def page_lines(row: RequestRow, state: DashboardState, width: int, *, with_defaults: bool = False) -> list[Line]:
+def page_lines(
+    row: RequestRow, state: DashboardState, width: int, *, with_defaults: bool = False, answer: Answer | None = None
+) -> list[Line]:
     """What is written and read comes first, then the life of the request, then what it was asked for and holds."""
     head = _head(row, state, width)
     if width < _WIDE:
-        texts, timeline = _texts(row, width), _timeline(row, width)
+        texts, timeline = _texts(row, answer, width), _timeline(row, width)
         return [*head, *texts, *timeline, *_params(row, width, with_defaults=with_defaults), *_blocks(row, width)]
     left = width * 3 // 5
     right = width - left - 2
     beside = [*_timeline(row, right), *_params(row, right, with_defaults=with_defaults), *_blocks(row, right)]
-    return [*head, *side_by_side([_texts(row, left), beside], [left, right], gap=2)]
+    return [*head, *side_by_side([_texts(row, answer, left), beside], [left, right], gap=2)]
 
 
 def _head(row: RequestRow, state: DashboardState, width: int) -> list[Line]:
@@ -144,9 +149,12 @@ def _params(row: RequestRow, width: int, *, with_defaults: bool) -> list[Line]:
     return [*lines, [Hot(f"and {len(others)} that have their default (o shows them)", "muted", "fold")]] if others else lines
 
 
-def _texts(row: RequestRow, width: int) -> list[Line]:
+def _texts(row: RequestRow | None, answer: Answer | None, width: int) -> list[Line]:
+    """Prompt and output as far as they are known: from events, or because the prompt was sent from here."""
+    prompt = answer.prompt if answer is not None else row.prompt if row is not None else None
+    output = answer.text if answer is not None else row.text if row is not None else None
     lines: list[Line] = []
-    for title, text in (("prompt", row.prompt), ("output", row.text)):
+    for title, text in (("prompt", prompt), ("output", output)):
         if text is not None:
             lines.append(rule(title, width))
             for paragraph in text.splitlines() or [""]:

@@ -11,6 +11,7 @@ from textual.geometry import Region, Size
 from textual.strip import Strip
 from textual.widget import Widget
 
+from aioengine_tui.terminals import as_ascii
 from aioengine_tui.themes import Palette
 from aioengine_tui.widgets.text import Line, fit_line, hot_at, lines_text
 
@@ -104,7 +105,10 @@ class LineView(Widget):
             self._base = self.rich_style  # asks all ancestors: too slow for every row
         if line is None:
             return Strip.blank(width, self._base)
-        return Strip([Segment(text, self._style(role)) for text, role in fit_line(line, width)], width)
+        fitted = fit_line(line, width)
+        if self._palette.ascii_only:
+            return Strip([Segment(as_ascii(text), self._style(role)) for text, role in fitted], width)
+        return Strip([Segment(text, self._style(role)) for text, role in fitted], width)
 
     def _style(self, role: str) -> Style:
         style = self._styles.get(role)
