@@ -210,6 +210,10 @@ class DashboardApp(ControlActions, App[None]):
         if self.is_running:
             self.draw()
 
+    def unsay(self) -> None:
+        """Take the note away; the next picture is without it."""
+        self.note, self._note_until = "", 0.0
+
     def action_press(self, key: str) -> None:
         """A key hint was clicked: as if the key had been pressed."""
         self.simulate_key(key)

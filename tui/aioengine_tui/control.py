@@ -45,6 +45,9 @@ class ControlActions(_Base):
     def say(self, text: str) -> None:
         raise NotImplementedError
 
+    def unsay(self) -> None:
+        raise NotImplementedError
+
     def draw(self) -> None:
         raise NotImplementedError
 
@@ -183,7 +186,11 @@ class ControlActions(_Base):
             await asyncio.sleep(_ANSWER_INTERVAL_S)
 
     async def _do(self, action: Awaitable[Any]) -> Any:
-        """Await it; None and a note on the screen if it fails. True for an action without a result."""
+        """Await it; None and a note on the screen if it fails. True for an action without a result.
+
+        What was said of the action before is not true of this one.
+        """
+        self.unsay()
         try:
             result = await action
         except AioEngineError as exc:

@@ -161,6 +161,8 @@ def _facts(state: DashboardState, gauges: Gauges, width: int, *, max_lines: int)
         ("preempts", totals.num_preemptions, "preempted"),
     ]
     requests: list[Line] = [[Part(f"{label} ", "muted"), Part(str(value), role if value else "muted")] for label, value, role in counts]
+    if totals.origin == "since_attach":
+        requests.append([Part("(since attach)", "warn")])
     if gauges.acceptance_rate is not None:
         accepted: Line = [Part("draft tokens accepted ", "muted"), Part(percent(gauges.acceptance_rate), "good")]
         requests.append([*accepted, Part(f" of {gauges.num_draft_tokens}", "muted")])
@@ -174,14 +176,14 @@ def _blocks_line(state: DashboardState, gauges: Gauges, width: int) -> Line:
     items: list[Line] = [
         [Part(f"{used} of {gauges.num_total_blocks} used", "muted")],
         [Part(f"{shared} shared", "muted")],
-        [Part(f"{cached} free but cached", "muted")],
+        [Part(f"{total - used} free ({cached} cached)", "muted")],
     ]
     (text,) = pack(items, max(10, width - 14), gap=", ")
     filled = bar(
         [
             (shared / total, "▓", "block_shared"),
             ((used - shared) / total, "█", "block_used"),
-            (cached / total, "░", "block_cached"),
+            (cached / total, "░", "block_free_cached"),
         ],
         width=max(6, width - width_of(line_text(text)) - 5),
     )

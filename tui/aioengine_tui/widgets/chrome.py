@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from textual.keys import _character_to_key
 
 from aioengine.events.sources.base import SourceStatus
-from aioengine_tui.model.log import plural
 from aioengine_tui.model.state import DashboardState
 from aioengine_tui.session import Session
 from aioengine_tui.widgets.graph import bar
@@ -60,9 +59,8 @@ def warnings_line(session: Session, width: int, *, note: str = "") -> Line | Non
     if note:
         text = f" {clean(note)} "
         warnings.append((text, text, "accent", ""))
-    gap = _gap_words(session.live)
-    if gap:
-        warnings.append((f" {gap} ", f" {session.live.num_dropped or 'events'} lost ", "bad", ""))
+    if (gaps := session.live.gap_words()) is not None:
+        warnings.append((f" {gaps} ", f" {session.live.num_dropped or 'events'} lost ", "bad", ""))
     if not warnings:
         return None
     texts = [short for _, short, _, _ in warnings]
@@ -94,10 +92,6 @@ def _warnings(session: Session) -> list[tuple[str, str, str, str]]:
     elif state.status.state == "ended":
         warnings.append((f" ENDED{why} ", " ENDED ", "warn", ""))
     return warnings
-
-
-def _gap_words(state: DashboardState) -> str:
-    return f"{state.num_dropped or 'some'} events dropped in {plural(state.num_gaps, 'gap')}" if state.num_gaps else ""
 
 
 def replay_line(status: SourceStatus, state: DashboardState, width: int) -> Line:
