@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 import time
@@ -14,8 +15,20 @@ from textual.pilot import Pilot
 
 from aioengine.events.sources.base import Gap, SourceStatus, StreamItem
 from aioengine.testing import in_virtual_time
-from tests.tui.painted import PaintedApp, faults_of
-from tests.tui.support import HEADER, ListSource, MadeUpEngine, busy_items
+from aioengine_tui.model.state import DashboardState
+from aioengine_tui.screens.batch import BatchView
+from aioengine_tui.screens.blocks import BlocksView
+from aioengine_tui.screens.help import HelpView
+from aioengine_tui.screens.log import LogView
+from aioengine_tui.screens.overview import OverviewView
+from aioengine_tui.screens.request import RequestView
+from aioengine_tui.screens.step import StepView
+from aioengine_tui.session import Session
+from aioengine_tui.themes import THEMES, Palette
+from aioengine_tui.widgets.chrome import tabs_line, title_line, warnings_line
+from aioengine_tui.widgets.text import fit_line, line_text
+from tests.tui.painted import CUT_NUMBER, PaintedApp, faults_of
+from tests.tui.support import HEADER, ListSource, MadeUpEngine, busy_items, busy_state
 
 SIZES = [(40, 10), (47, 13), (60, 16), (80, 24), (93, 31), (120, 40), (154, 20), (200, 60), (30, 8)]
 KEYS = [
@@ -145,3 +158,39 @@ async def test_a_row_that_left_while_a_note_was_shown_does_not_stay_painted() ->
         await look(app, pilot)
         assert faults_of(app) == []
         assert "ghost" not in "\n".join(app.terminal.texts)
+
+
+# ---------------------------------------------------------------------------------------------------- every width
+def large_state() -> DashboardState:
+    """Counts of weeks: seven and more digits wherever the engine has them."""
+    state = busy_state()
+    stats = state.stats
+    assert stats is not None
+    grown = {field.name: 12_345_678 for field in dataclasses.fields(stats) if getattr(stats, field.name) is not None}
+    grown["num_total_blocks"] = 98_765_432
+    state.data.stats = dataclasses.replace(stats, **grown)  # type: ignore[arg-type]
+    state.data.last_step_id = 23_456_789
+    for row in state.requests.values():
+        row.num_computed_tokens, row.num_output_tokens, row.num_prompt_tokens = 1_234_567, 987_654, 246_913
+    return state
+
+
+def test_no_number_is_cut_at_any_width() -> None:
+    session, palette = Session(large_state()), Palette(THEMES["dark"])
+    session.selected = "alpha"
+    request = RequestView(palette, session, id="request")
+    request.open("alpha")
+    views = [kind(palette, session, id="view") for kind in (OverviewView, StepView, BatchView, BlocksView, LogView, HelpView)]
+    for width in range(40, 201):
+        for view in [*views, request]:
+            for height in (24,) if width % 7 else (7, 16, 57):
+                lines = view.compose_lines(session.state, width, height)
+                assert len(lines) <= height
+                for line in lines:
+                    text = line_text(fit_line(line, width))
+                    assert not CUT_NUMBER.search(text), f"{type(view).__name__} {width}x{height}: {text!r}"
+        tabs = [("overview", "Overview"), ("step", "Step"), ("batch", "Batch"), ("blocks", "KV blocks"), ("log", "Log")]
+        chrome = [title_line(session.state, "/tmp/engine-12345.sock", width), tabs_line(tabs, "batch", session.state, width)]
+        chrome += [warnings_line(session, width, note=note) or [] for note in ("", "saved to /home/me/aioengine-batch-step12345.csv")]
+        for line in chrome:
+            assert not CUT_NUMBER.search(line_text(fit_line(line, width)))

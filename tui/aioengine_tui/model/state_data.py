@@ -118,6 +118,7 @@ class StateData:
         default_factory=partial(RateWindow, num_values=2, seconds=RATE_WINDOW_S)
     )  # host seconds, hidden host seconds
     ttfts: SampleWindow = field(default_factory=partial(SampleWindow, seconds=LATENCY_WINDOW_S))
+    queue_waits: SampleWindow = field(default_factory=partial(SampleWindow, seconds=LATENCY_WINDOW_S))
     itls: SampleWindow = field(default_factory=partial(SampleWindow, seconds=LATENCY_WINDOW_S, capacity=8192))
     histories: History = field(default_factory=History)
     overlap_meter: OverlapMeter = field(default_factory=OverlapMeter)
@@ -153,6 +154,7 @@ class StateData:
             rates=self.rates.copy(),
             overlap=self.overlap.copy(),
             ttfts=self.ttfts.copy(),
+            queue_waits=self.queue_waits.copy(),
             itls=self.itls.copy(),
             histories=self.histories.copy(),
             overlap_meter=self.overlap_meter.copy(),

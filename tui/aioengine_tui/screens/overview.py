@@ -16,6 +16,7 @@ from aioengine_tui.widgets.text import (
     Line,
     Part,
     clean,
+    fit,
     fit_line,
     line_text,
     number,
@@ -53,20 +54,27 @@ class Panel(NamedTuple):
     added: Series | None = None  # drawn on top of `series`
 
 
-def panels(gauges: Gauges) -> list[Panel]:
-    """All of them, the most telling first: a small screen shows the first ones as graphs and the rest as numbers."""
+def panels(gauges: Gauges, max_running: float | None = None) -> list[Panel]:
+    """All of them, the most telling first: a small screen shows the first ones as graphs and the rest as numbers.
+
+    max_running: `max_num_seqs`, the end of the scale of those that run.
+    """
 
     def latency(*values: float | None) -> str:
-        return "/".join(map(seconds, values))
+        return "/".join("-" if value is None else _short_seconds(value) for value in values)
 
+    ttft = latency(gauges.ttft_p50, gauges.ttft_p95, gauges.ttft_p99)
+    itl = latency(gauges.itl_p50, gauges.itl_p95, gauges.itl_p99)
+    wait = latency(gauges.queue_wait_p50, gauges.queue_wait_p95, gauges.queue_wait_p99)
     waiting = f"{gauges.num_waiting} + {gauges.num_preempted}"
     return [
         Panel("decode tokens/s", _count(gauges.decode_tokens_per_s), "decode_tokens", _count, "batch", role="decode"),
         Panel("KV blocks in use", percent(gauges.kv_cache_usage), "kv_usage", _share, "blocks", 1.0, "block_used"),
-        Panel("running", str(gauges.num_running), "running", _count, "batch", role="running"),
-        Panel("waiting + preempted", waiting, "waiting", _count, "batch", role="warn", added="preempted"),
-        Panel("TTFT p50/p95", latency(gauges.ttft_p50, gauges.ttft_p95), "ttft", _short_seconds, "batch", role="chunk"),
-        Panel("ITL p50/p95", latency(gauges.itl_p50, gauges.itl_p95), "itl", _short_seconds, "step", role="chunk"),
+        Panel("running", str(gauges.num_running), "running", _count, "batch", max_running, "running"),
+        Panel("wait + preempted", waiting, "waiting", _count, "batch", role="warn", added="preempted"),
+        Panel("TTFT p50/95/99", ttft, "ttft", _short_seconds, "batch", role="chunk"),
+        Panel("ITL p50/95/99", itl, "itl", _short_seconds, "step", role="chunk"),
+        Panel("queue wait p50/95/99", wait, "queue_wait", _short_seconds, "batch", role="warn"),
         Panel("prefill tokens/s", _count(gauges.prefill_tokens_per_s), "prefill_tokens", _count, "step", role="prefill"),
         Panel("steps/s", _count(gauges.steps_per_s), "steps", _count, "step"),
         Panel("prefix cache hits", percent(gauges.prefix_hit_rate), "hit_rate", _share, "blocks", 1.0, "good"),
@@ -75,7 +83,7 @@ def panels(gauges: Gauges) -> list[Panel]:
 
 
 def _count(value: float) -> str:
-    return number(value if value % 1 else int(value), 5).strip()
+    return number(value if value % 1 else int(value), 5).strip() if value % 0.5 or value >= 1000 else f"{value:g}"
 
 
 def _share(value: float) -> str:
@@ -93,25 +101,54 @@ def overview_lines(state: DashboardState, width: int, height: int) -> list[Line]
     gauges = state.gauges()
     facts = _facts(state, gauges, width, max_lines=2 if height >= 18 else 1)
     footer = _step_lines(state, width) if height >= 14 else []
-    shown = panels(gauges)
-    columns = 2 if width < 105 else 3 if width < 150 else 5
+    shown = panels(gauges, state.config("scheduler", "max_num_seqs"))
+    columns = 2 if width < 105 else 3 if width < 150 else 4
     room = height - len(facts) - len(footer)
-    rows = min(-(-len(shown) // columns), max(1, room // 5))
+    num_slots = len(shown) + 1  # the last one is the table of latencies
+    rows = min(-(-num_slots // columns), max(1, room // 5))
     num_graphs = min(len(shown), rows * columns)
     rest = _rest_lines(state, shown[num_graphs:], width)
-    panel_height = min(_MAX_PANEL_HEIGHT, max(1, (room - len(rest)) // rows))
     widths = [(width - 2 * (columns - 1)) // columns] * columns
     widths[-1] = width - sum(widths[:-1]) - 2 * (columns - 1)
     lines = [*facts, *rest]
-    for first in range(0, num_graphs, columns):
-        group = shown[first : first + columns]
-        blocks = [_panel_lines(state, panel, widths[index], panel_height) for index, panel in enumerate(group)]
-        lines += side_by_side(blocks, widths[: len(group)], gap=2)
+    for row, panel_height in enumerate(_deal_rows(room - len(rest), rows)):
+        blocks = [
+            _panel_lines(state, shown[index], widths[column], panel_height)
+            if index < len(shown)
+            else _latency_table(gauges, widths[column], panel_height)
+            for column, index in enumerate(range(row * columns, min((row + 1) * columns, num_slots)))
+        ]
+        lines += side_by_side(blocks, widths[: len(blocks)], gap=2)
     lines += footer
     left = height - len(lines)
     if left >= 4:
         lines += [rule(f"last {min(left - 2, len(state.steps))} steps", width), step_header(width)]
         lines += [step_line(row, width) for row in step_rows(list(state.steps))[-(left - 2) :]]
+    return lines[:height]
+
+
+def _deal_rows(room: int, num_panels: int) -> list[int]:
+    """The height of each row of panels: all of the room, up to a height from which on a graph only gets emptier."""
+    heights = [max(1, room // num_panels)] * num_panels
+    for index in range(room - sum(heights)):
+        heights[index % num_panels] += 1
+    return [min(_MAX_PANEL_HEIGHT, height) for height in heights]
+
+
+def _latency_table(gauges: Gauges, width: int, height: int) -> list[Line]:
+    """Half of the requests, all but a twentieth, all but a hundredth waited at most so long."""
+    rows = (
+        ("queue wait", gauges.queue_wait_p50, gauges.queue_wait_p95, gauges.queue_wait_p99),
+        ("TTFT", gauges.ttft_p50, gauges.ttft_p95, gauges.ttft_p99),
+        ("ITL", gauges.itl_p50, gauges.itl_p95, gauges.itl_p99),
+    )
+    size = min(9, max(6, (width - 11) // 3))
+    lines = [
+        rule("latency of the last minute", width),
+        [Part(" " * 11 + "".join(name.rjust(size) for name in ("p50", "p95", "p99")), "muted")],
+    ]
+    for name, *values in rows:
+        lines.append([Part(fit(name, 11), "muted"), *(Part(fit(seconds(value), size, right=True), "value") for value in values)])
     return lines[:height]
 
 

@@ -77,10 +77,14 @@ def page_lines(
     if width < _WIDE:
         texts, timeline = _texts(row, answer, width), _timeline(row, width)
         return [*head, *texts, *timeline, *_params(row, width, with_defaults=with_defaults), *_blocks(row, width)]
-    left = width * 3 // 5
+    left = width // 2
     right = width - left - 2
-    beside = [*_timeline(row, right), *_params(row, right, with_defaults=with_defaults), *_blocks(row, right)]
-    return [*head, *side_by_side([_texts(row, answer, left), beside], [left, right], gap=2)]
+    others = [*_params(row, right, with_defaults=with_defaults), *_blocks(row, right)]
+    if answer is None and row.prompt is None and row.text is None:
+        columns = [_timeline(row, left), [*others, *_texts(row, answer, right)]]
+    else:
+        columns = [_texts(row, answer, left), [*_timeline(row, right), *others]]
+    return [*head, *side_by_side(columns, [left, right], gap=2)]
 
 
 def _head(row: RequestRow, state: DashboardState, width: int) -> list[Line]:

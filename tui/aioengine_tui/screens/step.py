@@ -13,7 +13,8 @@ from aioengine_tui.screens.base import ListView
 from aioengine_tui.session import Session
 from aioengine_tui.table_file import ExportTable, Plain
 from aioengine_tui.themes import Palette
-from aioengine_tui.widgets.glyphs import KIND_LETTERS
+from aioengine_tui.widgets.glyphs import KIND_FILLS, KIND_LETTERS
+from aioengine_tui.widgets.graph import bar
 from aioengine_tui.widgets.lanes import lane_lines, lane_window
 from aioengine_tui.widgets.step_rows import (
     KINDS,
@@ -26,7 +27,22 @@ from aioengine_tui.widgets.step_rows import (
     step_line,
     step_rows,
 )
-from aioengine_tui.widgets.text import Hot, Line, Part, clean, fit, fit_line, line_text, pack, rule, seconds, side_by_side, width_of
+from aioengine_tui.widgets.text import (
+    Hot,
+    Line,
+    Part,
+    clean,
+    fit,
+    fit_line,
+    fit_middle,
+    line_text,
+    number,
+    pack,
+    rule,
+    seconds,
+    side_by_side,
+    width_of,
+)
 
 _LANE_ZOOMS = (1, 2, 3, 6, 12, 24, 48)
 """Steps in the lanes, from near to far."""
@@ -84,8 +100,9 @@ class StepView(ListView):
             return self._compose_tall(steps, width, height)
         left = width * 11 // 20
         right = width - left - 2
-        beside = self._compose_step(steps, left, height, list_height=0)
-        return side_by_side([beside, self._compose_list(steps, right, height, first_row=0)], [left, right], gap=2)[:height]
+        chosen = self._compose_step(steps, left, height, list_height=0)
+        shares = share_table(steps[self.scroll_state.cursor], left, height - len(chosen))
+        return side_by_side([[*chosen, *shares], self._compose_list(steps, right, height, first_row=0)], [left, right], gap=2)[:height]
 
     def _compose_tall(self, steps: Sequence[StepRecord], width: int, height: int) -> list[Line]:
         lines = self._compose_step(steps, width, height, list_height=2 + _MIN_TIMELINE)
@@ -95,8 +112,8 @@ class StepView(ListView):
         """The chosen step, and the lanes if `list_height` rows stay free below."""
         chosen = step_rows(steps)[self.scroll_state.cursor]
         num_lanes = _NUM_LANE_LINES + 1 if self.with_lanes else 0
-        share_rows = max(1, min(8, (height - 22) // 2)) if list_height else max(1, height - 7 - num_lanes)
-        lines = frame_lines(chosen, width, share_rows=share_rows, compact=height < 16)
+        share_rows = max(1, min(8, (height - 22) // 2))
+        lines = frame_lines(chosen, width, share_rows=share_rows, compact=height < 16 or not list_height)
         # As many lines as the largest step needed so far: the rest of the screen must not jump up and down.
         self._frame_height = max(self._frame_height, len(lines)) if (width, height) == self._for_size else len(lines)
         self._for_size = (width, height)
@@ -172,6 +189,28 @@ def frame_lines(row: StepRow, width: int, *, share_rows: int = 1, compact: bool 
     if not compact:
         lines += _share_lines(step, width, share_rows)
     return [fit_line(line, width) for line in lines]
+
+
+def share_table(step: StepRecord, width: int, height: int) -> list[Line]:
+    """A row a request of the step, as many as fit: its tokens, where they stand in the request, and the blocks it got."""
+    if height < 3 or not step.shares:
+        return []
+    lines: list[Line] = [rule(plural(len(step.shares), "request"), width)]
+    name_width = max(10, min(28, width - 62))
+    head = f"{fit('request', name_width)} {'tokens':>7} {'positions':>15} {'blocks':>7} {'of the step':<{max(11, width - name_width - 33)}}"
+    lines.append([Part(fit(head, width), "header")])
+    shown = step.shares[: height - 2] if len(step.shares) <= height - 2 else step.shares[: height - 3]
+    most = max(share.num_tokens for share in step.shares)
+    for share in shown:
+        name = Hot(fit_middle(clean(share.request_id), name_width), "text", f"app.open_request({share.request_id!r})")
+        positions = f"{share.start}..{share.end - 1}"
+        counts = f" {number(share.num_tokens, 6)}{KIND_LETTERS[share.kind]} {fit(positions, 15, right=True)} "
+        size = max(4, width - name_width - 34)
+        filled = bar([(share.num_tokens / most, KIND_FILLS[share.kind], share.kind)], width=size, rest=(" ", "text"))
+        lines.append([name, Part(f"{counts}{number(len(share.block_ids), 7)} "), *filled])
+    if len(shown) < len(step.shares):
+        lines.append([Part(f"… {len(step.shares) - len(shown)} more", "muted")])
+    return lines
 
 
 def _ids(label: str, ids: Sequence[str], role: str, width: int) -> Line:
