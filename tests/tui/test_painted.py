@@ -168,7 +168,7 @@ def large_state() -> DashboardState:
     assert stats is not None
     grown = {field.name: 12_345_678 for field in dataclasses.fields(stats) if getattr(stats, field.name) is not None}
     grown["num_total_blocks"] = 98_765_432
-    state.data.stats = dataclasses.replace(stats, **grown)  # type: ignore[arg-type]
+    state.data.stats = dataclasses.replace(stats, **grown)
     state.data.last_step_id = 23_456_789
     for row in state.requests.values():
         row.num_computed_tokens, row.num_output_tokens, row.num_prompt_tokens = 1_234_567, 987_654, 246_913

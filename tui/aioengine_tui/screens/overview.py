@@ -197,9 +197,10 @@ def _facts(state: DashboardState, gauges: Gauges, width: int, *, max_lines: int)
         ("aborted", totals.num_aborted, "aborted"),
         ("preempts", totals.num_preemptions, "preempted"),
     ]
-    requests: list[Line] = [[Part(f"{label} ", "muted"), Part(str(value), role if value else "muted")] for label, value, role in counts]
-    if totals.origin == "since_attach":
-        requests.append([Part("(since attach)", "warn")])
+    requests: list[Line] = []
+    for label, value, role in counts:
+        since = [Part("since attach: ", "warn")] if label == "ended" and totals.origin == "since_attach" else []
+        requests.append([*since, Part(f"{label} ", "muted"), Part(str(value), role if value else "muted")])
     if gauges.acceptance_rate is not None:
         accepted: Line = [Part("draft tokens accepted ", "muted"), Part(percent(gauges.acceptance_rate), "good")]
         requests.append([*accepted, Part(f" of {gauges.num_draft_tokens}", "muted")])
