@@ -30,6 +30,7 @@ from aioengine.printable import printable_json
 from aioengine_tui.model.state import DashboardState
 from aioengine_tui.model.state_json import state_to_json
 from aioengine_tui.plain import render_plain
+from aioengine_tui.terminals import as_ascii, can_draw
 
 if TYPE_CHECKING:
     from aioengine.config import EngineConfig
@@ -51,6 +52,7 @@ class TopSettings:
     port: int
     theme: str
     refresh: float
+    ascii_only: bool
     token: str | None
     demo_config: EngineConfig
 
@@ -66,7 +68,7 @@ def top(settings: TopSettings) -> None:
         if address is None:
             address = stack.enter_context(demo_engine(settings.demo_config))
         # A browser's page runs this command with its standard output connected to the web server.
-        on_screen = sys.stdout.isatty() or "TEXTUAL_DRIVER" in os.environ
+        on_screen = (sys.stdout.isatty() and can_draw(os.environ)) or "TEXTUAL_DRIVER" in os.environ
         if settings.web:
             _serve(address, settings)
         elif settings.once or settings.as_json or not on_screen:
@@ -82,7 +84,7 @@ def _show(address: str, settings: TopSettings) -> None:
     # A hundred events a second are thousands of new objects and no cycles: looking for cycles often costs a sixth of it all.
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
-    _run_to_its_end(DashboardApp(source, theme=settings.theme, refresh=settings.refresh))
+    _run_to_its_end(DashboardApp(source, theme=settings.theme, refresh=settings.refresh, ascii_only=settings.ascii_only))
 
 
 def _tour(settings: TopSettings) -> None:
@@ -94,7 +96,14 @@ def _tour(settings: TopSettings) -> None:
     with tempfile.TemporaryDirectory(prefix="aioengine-tour-") as folder:
         scenes = [record_scene(script, Path(folder)) for script in SCENES]
         if sys.stdout.isatty() or "TEXTUAL_DRIVER" in os.environ:
-            _run_to_its_end(TourApp(TourSource(scenes, make_state=DashboardState), theme=settings.theme, refresh=settings.refresh))
+            _run_to_its_end(
+                TourApp(
+                    TourSource(scenes, make_state=DashboardState),
+                    theme=settings.theme,
+                    refresh=settings.refresh,
+                    ascii_only=settings.ascii_only,
+                )
+            )
         else:
             print(tour_text(scenes))
 
@@ -143,7 +152,7 @@ async def _print_states(address: str, settings: TopSettings) -> None:
             while True:
                 if source.playback is None:
                     state.tick(source.now())
-                _print_state(state, as_json=settings.as_json)
+                _print_state(state, as_json=settings.as_json, ascii_only=settings.ascii_only)
                 if settings.once or source.playback is not None or taking.done():
                     break
                 await asyncio.wait([taking], timeout=_PLAIN_INTERVAL_S)
@@ -167,8 +176,12 @@ async def _wait_for_state(state: DashboardState, taking: asyncio.Task[None]) -> 
         taking.result()
 
 
-def _print_state(state: DashboardState, *, as_json: bool) -> None:
-    print(printable_json(state_to_json(state)) if as_json else render_plain(state, width=100) + "\n", flush=True)
+def _print_state(state: DashboardState, *, as_json: bool, ascii_only: bool) -> None:
+    if as_json:
+        print(printable_json(state_to_json(state)), flush=True)
+        return
+    text = render_plain(state, width=100) + "\n"
+    print(as_ascii(text) if ascii_only else text, flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------- browser

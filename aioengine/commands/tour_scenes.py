@@ -64,9 +64,9 @@ def evicts(event: StepEvent) -> bool:
 async def _batching(stage: Stage) -> None:
     stage.ask("poem", "Write a poem.", 16)
     await stage.steps(5)
-    stage.ask("letter", "Write a letter.", 20)
+    stage.ask("letter", "A letter, please.", 20)
     await stage.steps(4)
-    stage.ask("recipe", "A recipe, please.", 10)
+    stage.ask("recipe", "Recipe for soup?", 10)
 
 
 async def _chunks(stage: Stage) -> None:

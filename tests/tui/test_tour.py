@@ -30,9 +30,11 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> list[Scene]:
 
 def events_of(scene: Scene) -> list[Event]:
     cursor = RecordingCursor(scene.path, make_state=DashboardState)
-    events = list(iter(cursor.next_event, None))
+    events: list[Event] = []
+    while (event := cursor.next_event()) is not None:
+        events.append(event)
     cursor.close()
-    return [event for event in events if event is not None]
+    return events
 
 
 # ---------------------------------------------------------------------------------------------------- the recordings

@@ -104,7 +104,8 @@ class FrameView(View):
         event.stop()
         self.action_field(-1)
 
-    def on_click(self, event: events.Click) -> None:
+    async def on_click(self, event: events.Click) -> None:
+        await super().on_click(event)
         half = int(event.x >= self._split) if self._split else int(self.on_worker)
         field = self._hits.get((half, event.y))
         if field is not None:
