@@ -238,6 +238,6 @@ def owner_legend(marks: Iterable[tuple[OwnerMark, int]], width: int) -> Line:
         left = len(entries) - index
         if used + 1 + len(text) > width - (9 if left > 1 else 0):
             return [*line, Part(f"… {left} more", "muted")]
-        line += [Part(mark.letter, f"owner_{mark.colour}"), Part(text, "muted")]
+        line += [Part(mark.letter, f"owner_{mark.colour}"), Part(text)]
         used += 1 + len(text)
     return line
