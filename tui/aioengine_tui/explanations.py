@@ -25,7 +25,7 @@ def labels_of(lines: Iterable[Line]) -> Iterator[str]:
             names_something = role == "muted" and follower.role not in _QUIET and follower.text.strip() and text.endswith(" ")
             if role == "title" or (role == "key" and index == 0) or names_something:
                 label = _NUMBERS.sub("", text.strip(" :"))  # step 27: a step
-                if role == "title" and label.lower() not in EXPLANATIONS:
+                if role == "title" and label.partition(" ")[0] in ("request", "run", "step") and label.lower() not in EXPLANATIONS:
                     label = label.partition(" ")[0]  # request alpha: a request
                 if _LABEL.fullmatch(label):
                     yield label
@@ -188,8 +188,8 @@ EXPLANATIONS = MappingProxyType(
         # ---- requests
         "request": "The id of the request.",
         "state": (
-            "waiting: not running yet. running: in steps. preempted: lost its blocks and waits. cleaning_up: ended, "
-            "the worker does not know yet. finished."
+            "Where the request stands: it waits, runs, was preempted and waits again, ended and is cleaned up by the worker, or "
+            "has finished."
         ),
         "step": ("What the request got in this step: tokens, and p prefill, c chunk, d decode or r resumed. Or the number of a step."),
         "prompt": "Tokens of the prompt.",
