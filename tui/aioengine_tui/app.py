@@ -38,8 +38,9 @@ from aioengine_tui.screens.step import StepView
 from aioengine_tui.session import Session
 from aioengine_tui.table_file import ExportFormat, write_table
 from aioengine_tui.themes import THEME_NAMES, THEMES, Palette, textual_name
-from aioengine_tui.widgets.chrome import keys_line, replay_line, tabs_line, title_line, warnings_line
+from aioengine_tui.widgets.chrome import keys_line, tabs_line, title_line, warnings_line
 from aioengine_tui.widgets.line_view import LineView
+from aioengine_tui.widgets.replay_bar import replay_line
 from aioengine_tui.widgets.text import Part
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ class DashboardApp(ControlActions, App[None]):
         warnings = warnings_line(self.session, width, note=self.note)
         self._line("#warnings", warnings)
         playback = self.source.playback
-        self._line("#replay", replay_line(state.status, state, width) if playback is not None else None)
+        self._line("#replay", replay_line(playback, state.status, state, width) if playback is not None else None)
         common = _REPLAY_HINTS if playback is not None else _COMMON_HINTS
         own = self.view.key_hints
         self._line("#keys", keys_line([*own[:4], *common, *own[4:]] if width >= 70 else [*common[:1], *own, *common[1:]], width))

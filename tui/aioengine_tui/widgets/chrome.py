@@ -1,13 +1,11 @@
-"""The frame around every screen: title, tabs, warnings, the bar of a recording, and the keys."""
+"""The frame around every screen: title, tabs, warnings, and the keys."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from aioengine.events.sources.base import SourceStatus
 from aioengine_tui.model.state import DashboardState
 from aioengine_tui.session import Session
-from aioengine_tui.widgets.graph import bar
 from aioengine_tui.widgets.text import Line, Part, beside, clean, fit_line, fit_middle, line_text, seconds, width_of
 
 # A sign and a role for each state of the connection.
@@ -59,20 +57,6 @@ def warnings_line(session: Session, width: int, *, note: str = "") -> Line | Non
     if note:
         parts.append(Part(f" {clean(note)} ", "accent"))
     return fit_line(parts, width) if parts else None
-
-
-def replay_line(status: SourceStatus, state: DashboardState, width: int) -> Line:
-    """The place in a recording as a bar."""
-    position, length = status.position or 0, status.length
-    start = state.header.perf_counter if state.header is not None else 0.0
-    sign = ">" if status.state == "playing" else "||"
-    left = f" {sign:<2} {seconds(max(0.0, state.now - start)):>7} "
-    right = f" {position}/{length if length is not None else '?'}  x{status.speed:g} "
-    share = min(1.0, position / length) if length else 0.0
-    size = max(4, width - len(left) - len(right))
-    line: Line = [Part(left, "good" if status.state == "playing" else "warn")]
-    line += bar([(share, "█", "accent")], width=size)
-    return fit_line([*line, Part(right, "muted")], width)
 
 
 def keys_line(hints: Sequence[tuple[str, str]], width: int) -> Line:
