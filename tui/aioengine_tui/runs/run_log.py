@@ -17,6 +17,8 @@ from aioengine.core.scheduler_output import AdmissionStop
 from aioengine.events.wire import WireHeader
 from aioengine_tui.model.rows import Span
 
+LatencyName = Literal["ttft", "itl", "queue_wait", "e2e"]
+
 PieceKind = Literal["waiting", "preempted", "prefill", "chunk", "decode", "resumed", "idle"]
 """waiting: has never been scheduled. preempted: gave its blocks back and waits again. prefill, chunk, decode, resumed: what its
 tokens in a step are (see `ShareKind`). idle: runs, but these steps gave it nothing."""
@@ -163,7 +165,10 @@ class RunLog:
     def duration(self) -> float:
         return max(0.0, self.end - self.start)
 
-    def samples(self, name: Literal["ttft", "queue_wait", "e2e"]) -> Samples:
+    def latency(self, name: LatencyName) -> Samples:
+        """All samples of a latency, in seconds."""
+        if name == "itl":
+            return self.itls
         samples = Samples()
         for value in values_of(self.requests, name):
             samples.add(value)
