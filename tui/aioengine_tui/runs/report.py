@@ -42,9 +42,7 @@ def render_report(log: RunLog, *, title: str, advice: Sequence[str] = ()) -> str
     """
     page = files("aioengine_tui.runs").joinpath("page")
     script, style = (page.joinpath(name).read_text(encoding="utf-8") for name in ("report.js", "report.css"))
-    policy = (
-        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; base-uri 'none'; form-action 'none'"
-    )
+    policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; base-uri 'none'; form-action 'none'"
     parts = {
         "CSP": policy,
         "TITLE": html.escape(printable(title)),

@@ -7,14 +7,13 @@ a request that decodes for a thousand steps is one piece.
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, Literal
 
 from aioengine.core.scheduler_output import AdmissionStop
 from aioengine.events.wire import WireHeader
+from aioengine_tui.model.metrics import quantiles_of
 from aioengine_tui.model.rows import Span
 
 LatencyName = Literal["ttft", "itl", "queue_wait", "e2e"]
@@ -134,12 +133,7 @@ class Samples:
 
     def quantiles(self, *shares: float) -> list[float | None]:
         """The values at or below which those shares (0..1) of the samples lie; None without a sample."""
-        total = len(self)
-        if not total:
-            return [None] * len(shares)
-        ranked = sorted(zip(self._values, self._weights, strict=True))
-        reached = list(accumulate(weight for _, weight in ranked))
-        return [ranked[min(bisect_left(reached, share * total), len(ranked) - 1)][0] for share in shares]
+        return quantiles_of(zip(self._values, self._weights, strict=True), *shares)
 
     @property
     def mean(self) -> float | None:
