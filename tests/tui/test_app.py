@@ -240,7 +240,7 @@ async def test_lost_events_and_a_lost_engine_are_said() -> None:
         source.push(SourceStatus("ended", "the engine was shut down"))
         await settle(app, pilot)
         assert "= ended" in text_of(app, "#title")
-        assert "12 events dropped" in text_of(app, "#warnings") or "…" in text_of(app, "#warnings")
+        assert "1 gap, 12 events lost" in text_of(app, "#warnings") or "…" in text_of(app, "#warnings")
 
 
 @in_virtual_time

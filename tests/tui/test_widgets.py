@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioengine_tui.model.blocks import ALLOCATED, CACHED, FREE, RELEASED, SHARED, USED
+from aioengine_tui.model.blocks import ALLOCATED, EMPTY, FREE_CACHED, RELEASED, SHARED, USED
 from aioengine_tui.model.rows import Lanes, RequestRow, StepRecord
 from aioengine_tui.widgets.block_grid import GridLayout, grid_lines, legend
 from aioengine_tui.widgets.graph import bar, graph_rows
@@ -75,7 +75,7 @@ def test_work_shorter_than_a_cell_is_still_seen() -> None:
 # ---------------------------------------------------------------------------------------------------- blocks
 def test_every_block_state_has_a_glyph_of_its_own() -> None:
     layout = GridLayout.of(6, width=30, rows=1)
-    codes = bytes([FREE, CACHED, USED, SHARED, ALLOCATED, RELEASED])
+    codes = bytes([EMPTY, FREE_CACHED, USED, SHARED, ALLOCATED, RELEASED])
     text = line_text(grid_lines(codes, layout)[0])
     assert text.split() == ["·", "░", "█", "▓", "+", "-"]
     assert line_text(grid_lines(codes, layout, lit=[3], cursor=1)[0]).split() == ["░", "#", "▓", "+", "-"]
@@ -97,7 +97,7 @@ def test_all_blocks_fall_on_cells_that_fit(num_blocks: int, width: int, rows: in
 
 def test_a_cell_of_several_blocks_shows_how_many_are_owned() -> None:
     layout = GridLayout(num_blocks=40, columns=5, rows=1, per_cell=8, cell_width=1, gutter=0)
-    codes = bytes([USED] * 8 + [USED] * 4 + [FREE] * 4 + [USED] + [FREE] * 7 + [SHARED] * 5 + [USED] * 3 + [FREE] * 7 + [RELEASED])
+    codes = bytes([USED] * 8 + [USED] * 4 + [EMPTY] * 4 + [USED] + [EMPTY] * 7 + [SHARED] * 5 + [USED] * 3 + [EMPTY] * 7 + [RELEASED])
     assert line_text(grid_lines(codes, layout)[0]) == "█▄▁▓-"
     assert "1 cell = 8 blocks" in line_text(legend(8))
 

@@ -207,6 +207,10 @@ class DashboardApp(ControlActions, App[None]):
         if self.is_running:
             self.draw()
 
+    def unsay(self) -> None:
+        """Take the note away; the next picture is without it."""
+        self.note, self._note_until = "", 0.0
+
     # ------------------------------------------------------------------ screens
     def action_show(self, name: str) -> None:
         switcher = self.query_one("#views", ContentSwitcher)

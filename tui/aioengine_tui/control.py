@@ -39,6 +39,9 @@ class ControlActions(_Base):
     def say(self, text: str) -> None:
         raise NotImplementedError
 
+    def unsay(self) -> None:
+        raise NotImplementedError
+
     def draw(self) -> None:
         raise NotImplementedError
 
@@ -146,7 +149,11 @@ class ControlActions(_Base):
             self.say(f"sent as {request_id}")
 
     async def _do(self, action: Awaitable[Any]) -> Any:
-        """Await it; None and a note on the screen if it fails. True for an action without a result."""
+        """Await it; None and a note on the screen if it fails. True for an action without a result.
+
+        What was said of the action before is not true of this one.
+        """
+        self.unsay()
         try:
             result = await action
         except AioEngineError as exc:

@@ -114,12 +114,12 @@ def _styles(colors: Colors) -> dict[str, Style]:
             "text": "text", "muted": "muted", "border": "border", "accent": "accent", "good": "good", "warn": "warn", "bad": "bad",
             "prefill": "prefill", "chunk": "chunk", "decode": "decode", "resumed": "resumed", "prefix": "cached",
             "waiting": "muted", "running": "good", "preempted": "warn", "finished": "muted", "cleaning_up": "bad", "aborted": "bad",
-            "block_free": "border", "block_cached": "cached", "block_used": "prefill", "block_shared": "shared",
+            "block_empty": "border", "block_free_cached": "cached", "block_used": "prefill", "block_shared": "shared",
             "lane_schedule": "prefill", "lane_execute": "decode", "lane_sample": "chunk", "lane_update": "resumed",
             "graph": "accent", "graph2": "resumed", "budget_left": "border",
         }.items()
     }  # fmt: skip
-    dim = {} if colors.muted != "default" else {role: Style(dim=True) for role in ("muted", "border", "waiting", "finished", "block_free")}
+    dim = {} if colors.muted != "default" else {role: Style(dim=True) for role in ("muted", "border", "waiting", "finished", "block_empty")}
     bold = {
         "title": Style(color=colors.accent, bold=True), "value": Style(color=colors.text, bold=True),
         "key": Style(color=colors.accent, bold=True), "header": Style(color=colors.muted, underline=True),
@@ -135,7 +135,7 @@ def _attribute_styles() -> dict[str, Style]:
     """Every role by attributes alone, for NO_COLOR."""
     plain, bold, dim = Style(), Style(bold=True), Style(dim=True)
     styles = dict.fromkeys(_styles(_DARK), plain)
-    for role in ("muted", "border", "waiting", "finished", "block_free", "budget_left", "prefix"):
+    for role in ("muted", "border", "waiting", "finished", "block_empty", "budget_left", "prefix"):
         styles[role] = dim
     for role in ("title", "value", "key", "bad", "alert", "warn", "preempted", "aborted", "block_allocated", "block_released"):
         styles[role] = bold

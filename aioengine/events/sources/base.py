@@ -104,6 +104,10 @@ class PlaybackControl(Protocol):
         """Seconds from the first event to the present place."""
 
     @property
+    def seeking(self) -> bool:
+        """A jump is under way: until its state comes, `position`, `elapsed` and the source's `now` stay at what is shown."""
+
+    @property
     def playing(self) -> bool: ...
 
     @property

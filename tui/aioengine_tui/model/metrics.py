@@ -43,6 +43,10 @@ class RateWindow:
             entries.popleft()
         entries.append((time, *values))
 
+    def start(self, time: float) -> None:
+        """What happens from here on is seen: the window does not reach further back."""
+        self._first_time = time
+
     def sums(self, now: float) -> list[float]:
         sums = [0.0] * self.num_values
         start = now - self.seconds
@@ -54,13 +58,14 @@ class RateWindow:
         return sums
 
     def rates(self, now: float) -> list[float]:
-        """A second. The window is shorter right after the start, and where its capacity does not reach back so far."""
+        """A second, over the time since the start, at most `seconds`; less where the capacity does not reach back so far."""
         if not self._entries or self._first_time is None:
             return [0.0] * self.num_values
         span = min(self.seconds, now - self._first_time)
         if len(self._entries) == self._entries.maxlen:
             span = min(span, now - self._entries[0][0])
-        span = max(span, HISTORY_BUCKET_S)
+        if span <= 0:
+            return [0.0] * self.num_values
         return [total / span for total in self.sums(now)]
 
     def copy(self) -> RateWindow:

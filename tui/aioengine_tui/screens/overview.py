@@ -110,20 +110,22 @@ def _facts(state: DashboardState, gauges: Gauges, width: int) -> list[Line]:
     requests: Line = []
     for label, value, role in counts:
         requests += [Part(f"  {label} " if requests else f"{label} ", "muted"), Part(str(value), role if value else "muted")]
+    if totals.origin == "since_attach":
+        requests.append(Part("  (since attach)", "warn"))
     if gauges.acceptance_rate is not None:
         requests += [Part("  draft tokens accepted ", "muted"), Part(percent(gauges.acceptance_rate), "good")]
         requests.append(Part(f" of {gauges.num_draft_tokens}", "muted"))
     used, total = gauges.num_used_blocks, max(1, gauges.num_total_blocks)
     shared = min(gauges.num_shared_blocks, used)
     cached = min(state.blocks.num_free_cached, total - used)
-    text = f" {used} of {gauges.num_total_blocks} used, {shared} shared, {cached} free but cached"
+    text = f" {used} of {gauges.num_total_blocks} used, {shared} shared, {total - used} free ({cached} cached)"
     blocks: Line = [
         Part("KV ", "muted"),
         *bar(
             [
                 (shared / total, "▓", "block_shared"),
                 ((used - shared) / total, "█", "block_used"),
-                (cached / total, "░", "block_cached"),
+                (cached / total, "░", "block_free_cached"),
             ],
             width=max(8, width - len(text) - 4),
         ),

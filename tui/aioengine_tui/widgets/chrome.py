@@ -52,8 +52,8 @@ def warnings_line(session: Session, width: int, *, note: str = "") -> Line | Non
             parts.append(Part(f" STALE{age}{': ' + why if why else ''} ", "stale"))
     elif state.status.state == "ended":
         parts.append(Part(f" ENDED{': ' + clean(state.status.detail) if state.status.detail else ''} ", "warn"))
-    if state.num_gaps:
-        parts.append(Part(f" {state.num_dropped or 'some'} events dropped in {state.num_gaps} gaps ", "bad"))
+    if (gaps := state.gap_words()) is not None:
+        parts.append(Part(f" {gaps} ", "bad"))
     if note:
         parts.append(Part(f" {clean(note)} ", "accent"))
     return fit_line(parts, width) if parts else None

@@ -15,6 +15,8 @@ NOTHING = "·"
 
 LANE_FILLS: dict[str, str] = {"schedule": "▚", "execute": "█", "sample": "▓", "update": "▒"}
 
-BLOCK_GLYPHS: dict[str, str] = {"free": "·", "cached": "░", "used": "█", "shared": "▓", "allocated": "+", "released": "-"}
+BLOCK_WORDS: dict[str, str] = {"free_cached": "free cached", "allocated": "taken"}
+"""What is written for a state of blocks that is not called by its own name."""
+BLOCK_GLYPHS: dict[str, str] = {"empty": "·", "free_cached": "░", "used": "█", "shared": "▓", "allocated": "+", "released": "-"}
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 LIT = "#"  # a block of the selected request
