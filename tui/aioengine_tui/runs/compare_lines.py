@@ -95,5 +95,5 @@ def _graphs(comparison: Comparison, names: tuple[str, str], width: int, axis: Ax
 
 def _graph(log: RunLog, letter: str, label: str, column: str, cells: list[float | None], width: int, top: float, role: str) -> list[Line]:
     peak = max(log.steps[column], default=0)
-    head = f" {letter} {label}, peak {peak:,} of a scale to {top:,.0f}"
+    head = f" {letter} {label}, peak {peak:,}"
     return [[Part(fit(head, width), "muted")], *([Part(row, role)] for row in graph_rows(cells, width=width, height=2, top=top))]

@@ -60,7 +60,7 @@ def _stop_shares(log: RunLog) -> Iterator[Figure]:
     """Of the steps: how many could have admitted somebody and did not."""
     stops = log.steps["stop"]
     for name in ("budget", "max_num_seqs", "no_blocks", "preempted"):
-        share = 100 * stops.count(ADMISSION_STOPS.index(name)) / len(stops) if len(stops) else None  # type: ignore[arg-type]
+        share = 100 * stops.count(ADMISSION_STOPS.index(name)) / len(stops) if len(stops) else None
         yield Figure(f"stopped_by_{name}", f"steps stopped by {name}", share, "%", 1, "less")
 
 
