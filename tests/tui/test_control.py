@@ -143,6 +143,11 @@ async def test_a_recording_is_stepped_searched_and_played(recording: Path) -> No
         await wait_for_step(app, pilot, 27)
         await press(app, pilot, "exclamation_mark")
         assert "no preemption after this place" in text_of(app, "#warnings")
+        await press(app, pilot, "S", *"12", "enter")
+        await wait_for_step(app, pilot, 12)
+        await press(app, pilot, "exclamation_mark")
+        await wait_for_step(app, pilot, 20)
+        assert app.query_one("#warnings").has_class("off"), "it is not true of the jump that succeeded"
         await press(app, pilot, "S", *"0", "%", "enter", "plus", "plus", "plus", "space")
         await wait_for_step(app, pilot, 27)
 

@@ -108,12 +108,10 @@ class BlocksView(View):
         counts = (
             ("used", f"{blocks.num_used}/{blocks.num_blocks} ({percent(usage)})"), ("shared", blocks.num_shared),
             ("free", f"{blocks.num_free} ({blocks.num_free_cached} cached)"),
-            ("evicted", state.totals.num_evicted_blocks),
+            ("evicted" if state.totals.origin == "engine" else "evicted since attach", state.totals.num_evicted_blocks),
         )  # fmt: skip
         for label, value in counts:
             line += [Part(f"{label} ", "muted"), Part(f"{value}  ", "value")]
-        if state.totals.origin == "since_attach":
-            line.append(Part("(since attach)", "warn"))
         return fit_line(line, width)
 
     def _cursor_lines(self, state: DashboardState, width: int) -> list[Line]:

@@ -109,9 +109,9 @@ def _facts(state: DashboardState, gauges: Gauges, width: int) -> list[Line]:
     ]
     requests: Line = []
     for label, value, role in counts:
+        if label == "ended" and totals.origin == "since_attach":
+            requests.append(Part("  since attach:", "warn"))
         requests += [Part(f"  {label} " if requests else f"{label} ", "muted"), Part(str(value), role if value else "muted")]
-    if totals.origin == "since_attach":
-        requests.append(Part("  (since attach)", "warn"))
     if gauges.acceptance_rate is not None:
         requests += [Part("  draft tokens accepted ", "muted"), Part(percent(gauges.acceptance_rate), "good")]
         requests.append(Part(f" of {gauges.num_draft_tokens}", "muted"))
