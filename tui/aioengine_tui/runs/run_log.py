@@ -131,14 +131,18 @@ class Samples:
     def __len__(self) -> int:
         return sum(self._weights)
 
+    def items(self) -> Iterator[tuple[float, int]]:
+        """(value, weight), as they came."""
+        return zip(self._values, self._weights, strict=True)
+
     def quantiles(self, *shares: float) -> list[float | None]:
         """The values at or below which those shares (0..1) of the samples lie; None without a sample."""
-        return quantiles_of(zip(self._values, self._weights, strict=True), *shares)
+        return quantiles_of(self.items(), *shares)
 
     @property
     def mean(self) -> float | None:
         total = len(self)
-        return sum(value * weight for value, weight in zip(self._values, self._weights, strict=True)) / total if total else None
+        return sum(value * weight for value, weight in self.items()) / total if total else None
 
 
 @dataclass(slots=True)
