@@ -176,7 +176,7 @@ def _serve(addresses: Sequence[str], settings: TopSettings) -> None:
     command = [sys.executable, "-m", "aioengine", "top", *addresses, "--theme", settings.theme, "--refresh", f"{settings.refresh:g}"]
     if settings.token is not None:
         os.environ["AIOENGINE_EVENTS_TOKEN"] = settings.token  # not on the command line, which other users can read
-    LocalServer(shlex.join(command), host=settings.host, port=settings.port, title="aioengine top").serve()
+    LocalServer(shlex.join(command), host=settings.host, port=settings.port, title=" ".join(["aioengine top", *addresses])).serve()
 
 
 # ---------------------------------------------------------------------------------------------------- demo

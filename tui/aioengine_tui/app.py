@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -36,7 +37,7 @@ from aioengine_tui.screens.overview import OverviewView
 from aioengine_tui.screens.request import RequestView
 from aioengine_tui.screens.step import StepView
 from aioengine_tui.session import Session
-from aioengine_tui.table_file import ExportFormat, write_table
+from aioengine_tui.table_file import ExportFormat, table_text, without_foreign_fonts, write_new_file
 from aioengine_tui.themes import THEME_NAMES, THEMES, Palette, textual_name
 from aioengine_tui.widgets.chrome import keys_line, tabs_line, title_line, warnings_line
 from aioengine_tui.widgets.line_view import LineView
@@ -267,20 +268,27 @@ class DashboardApp(ControlActions, App[None]):
         if table is None:
             self.say("there is nothing to save on this screen")
             return
-        try:
-            path = write_table(table, folder=self.folder, stem=self._file_stem(), form=form)
-        except OSError as exc:
-            self.say(f"cannot save to {self.folder}: {exc.strerror}")
-            return
-        self.say(f"{len(table.rows)} rows saved to {path}")
+        self._save(table_text(table, form), form, what=f"{len(table.rows)} rows")
 
     def action_picture(self) -> None:
+        self._save(self.export_screenshot(), "svg", what="picture")
+
+    def export_screenshot(self, *, title: str | None = None, simplify: bool = False) -> str:
+        """The screen as SVG."""
+        return without_foreign_fonts(super().export_screenshot(title=title, simplify=simplify))
+
+    def _save(self, text: str, suffix: str, *, what: str) -> None:
+        """To a new file here; in a browser's page to the browser, which is perhaps elsewhere."""
+        if self.is_web:
+            self.deliver_text(io.StringIO(text, newline=""), save_filename=f"{self._file_stem()}.{suffix}")
+            self.say(f"{what} sent to the browser")
+            return
         try:
-            path = self.save_screenshot(f"{self._file_stem()}.svg", str(self.folder))
+            path = write_new_file(text, folder=self.folder, stem=self._file_stem(), suffix=suffix)
         except OSError as exc:
             self.say(f"cannot save to {self.folder}: {exc.strerror}")
             return
-        self.say(f"picture saved to {path}")
+        self.say(f"{what} saved to {path}")
 
     def _file_stem(self) -> str:
         return f"aioengine-{self.view.id}-step{self.session.state.last_step_id}"
