@@ -20,7 +20,7 @@ from aioengine_tui.widgets.line_view import LineView
 from tests.tui.support import ListSource, MadeUpEngine, busy_items
 
 SIZES = [(80, 24), (60, 16), (160, 48), (40, 10)]
-SCREENS = {"1": "overview", "2": "step", "3": "batch", "4": "blocks", "5": "log"}
+SCREENS = {"1": "overview", "2": "step", "3": "batch", "4": "blocks", "5": "log", "6": "waterfall"}
 
 Running = Callable[..., AbstractAsyncContextManager[tuple[DashboardApp, Pilot[None]]]]
 
@@ -65,7 +65,23 @@ async def test_the_step_screen_at_80x24() -> None:
     async with running(ListSource(busy_items())) as (app, pilot):
         await press(app, pilot, "2", "up", "up", "up")
         assert text_of(app, "#title").split() == ["aioengine", "top", "test", "*", "live"]
-        assert text_of(app, "#tabs").split() == ["1", "Overview", "2", "Step", "3", "Batch", "4", "KV", "blocks", "5", "Log", "step", "27"]
+        assert text_of(app, "#tabs").split() == [
+            "1",
+            "Overview",
+            "2",
+            "Step",
+            "3",
+            "Batch",
+            "4",
+            "KV",
+            "blocks",
+            "5",
+            "Log",
+            "6",
+            "Waterfall",
+            "step",
+            "27",
+        ]
         lines = app.view.text.splitlines()
         assert lines[0].startswith("─ step 24 ───")
         assert lines[0].endswith("20.0ms, 3 new tokens")
@@ -115,7 +131,7 @@ async def test_every_screen_fits_every_size_and_can_be_saved_as_a_picture(size: 
         await press(app, pilot, "question_mark")
         assert "everywhere" in app.view.text
     pictures = read_texts(tmp_path, "*.svg")
-    assert len(pictures) == 5
+    assert len(pictures) == 6
     assert all("</svg>" in picture for picture in pictures)
 
 
@@ -143,7 +159,7 @@ async def test_nothing_has_arrived_yet() -> None:
 async def test_tab_goes_round_and_escape_comes_back() -> None:
     async with running(ListSource(busy_items())) as (app, pilot):
         await press(app, pilot, "shift+tab")
-        assert app.view.id == "log"
+        assert app.view.id == "waterfall"
         await press(app, pilot, "tab", "tab", "tab")
         assert app.view.id == "batch"
         await press(app, pilot, "down", "enter")

@@ -26,7 +26,7 @@ from textual.worker import Worker, WorkerError
 from aioengine.errors import AioEngineError
 from aioengine_tui.control import ControlActions
 from aioengine_tui.keymap import BINDINGS, COMMANDS
-from aioengine_tui.messages import FilterWanted, OpenRequest
+from aioengine_tui.messages import FilterWanted, OpenFrame, OpenRequest
 from aioengine_tui.model.state import DashboardState
 from aioengine_tui.screens.base import FilterView, View
 from aioengine_tui.screens.batch import BatchView
@@ -36,6 +36,7 @@ from aioengine_tui.screens.log import LogView
 from aioengine_tui.screens.overview import OverviewView
 from aioengine_tui.screens.request import RequestView
 from aioengine_tui.screens.step import StepView
+from aioengine_tui.screens.waterfall import WaterfallView
 from aioengine_tui.session import Session
 from aioengine_tui.table_file import ExportFormat, table_text, without_foreign_fonts, write_new_file
 from aioengine_tui.themes import THEME_NAMES, THEMES, Palette, textual_name
@@ -47,13 +48,13 @@ from aioengine_tui.widgets.text import Part
 if TYPE_CHECKING:
     from aioengine.events.sources.base import StepSource
 
-TABS = ("overview", "step", "batch", "blocks", "log")
+TABS = ("overview", "step", "batch", "blocks", "log", "waterfall")
 REFRESH_RATES = (0.5, 1.0, 2.0, 4.0, 5.0, 10.0)
 """Pictures a second."""
 
 _MIN_WIDTH, _MIN_HEIGHT = 40, 10
 _NOTE_S = 6.0
-_COMMON_HINTS = (("?", "help"), ("1-5", "screens"), ("p", "pause"), ("t", "theme"), ("q", "quit"))
+_COMMON_HINTS = (("?", "help"), ("1-6", "screens"), ("p", "pause"), ("t", "theme"), ("q", "quit"))
 _REPLAY_HINTS = (("?", "help"), ("space", "play"), ("[ ]", "step"), ("{ }", "seek"), ("! X L", "jump"), ("+ -", "speed"), ("q", "quit"))
 
 
@@ -81,7 +82,8 @@ class DashboardApp(ControlActions, App[None]):
         self._note_until = 0.0
         self._timer: Timer | None = None
         self._consumer: Worker[None] | None = None
-        self._back_to = "overview"
+        # Of an engine one asks first how it does, of a recording what happened.
+        self._first = self._back_to = "overview" if source.playback is None else "waterfall"
         for own in THEMES.values():
             self.register_theme(own)
         if self.no_color:
@@ -102,12 +104,13 @@ class DashboardApp(ControlActions, App[None]):
         yield LineView(palette, id="title")
         yield LineView(palette, id="tabs")
         yield LineView(palette, id="warnings")
-        with ContentSwitcher(id="views", initial="overview"):
+        with ContentSwitcher(id="views", initial=self._first):
             yield OverviewView(palette, session, id="overview")
             yield StepView(palette, session, id="step")
             yield BatchView(palette, session, id="batch")
             yield BlocksView(palette, session, id="blocks")
             yield LogView(palette, session, id="log")
+            yield WaterfallView(palette, session, id="waterfall")
             yield RequestView(palette, session, id="request")
             yield HelpView(palette, session, id="help")
         yield LineView(palette, id="replay")
@@ -237,6 +240,16 @@ class DashboardApp(ControlActions, App[None]):
     def on_open_request(self, message: OpenRequest) -> None:
         self.query_one(RequestView).open(message.request_id)
         self.action_show("request")
+
+    async def on_open_frame(self, message: OpenFrame) -> None:
+        """Of a recording any step can be gone back to; of an engine the latest ones are kept in full."""
+        step, playback = self.query_one(StepView), self.source.playback
+        if not step.go_to(message.step_id) and playback is not None:
+            await self._do(playback.seek_step(message.step_id))
+        elif not step.go_to(message.step_id):
+            self.say(f"step {message.step_id} is no longer kept in full: the last {len(self.session.state.steps)} steps are")
+            return
+        self.action_show("step")
 
     # ------------------------------------------------------------------ pause, speed, themes, files
     def action_pause(self) -> None:

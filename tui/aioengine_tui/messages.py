@@ -13,6 +13,14 @@ class OpenRequest(Message):
         self.request_id = request_id
 
 
+class OpenFrame(Message):
+    """Show a step in full."""
+
+    def __init__(self, step_id: int) -> None:
+        super().__init__()
+        self.step_id = step_id
+
+
 class Saved(Message):
     """A file was written, or could not be."""
 

@@ -7,12 +7,16 @@ from typing import ClassVar, NamedTuple
 from aioengine_tui.model.metrics import HISTORY_LENGTH
 from aioengine_tui.model.state import DashboardState, Gauges, Series
 from aioengine_tui.screens.base import View
+from aioengine_tui.session import Session
 from aioengine_tui.table_file import ExportTable
+from aioengine_tui.themes import Palette
 from aioengine_tui.widgets.graph import bar, graph_lines
 from aioengine_tui.widgets.step_rows import STOP_WORDS, budget_bar, kind_tokens, step_header, step_line
 from aioengine_tui.widgets.text import Line, Part, fit_line, number, percent, rule, seconds, side_by_side
+from aioengine_tui.widgets.why_lines import Advisor, advice_lines
 
 _FIVE_COLUMNS = 154  # cells: the widest heading and value side by side, five times
+_TWO_LINES_OF_ADVICE = 30  # rows
 _SETTINGS = (
     ("worker", "device", "device"),
     ("worker", "weights", "weights"),
@@ -53,10 +57,11 @@ def panels(gauges: Gauges) -> list[Panel]:
     ]
 
 
-def overview_lines(state: DashboardState, width: int, height: int) -> list[Line]:
+def overview_lines(state: DashboardState, width: int, height: int, *, advisor: Advisor | None = None) -> list[Line]:
     gauges = state.gauges()
     facts = _facts(state, gauges, width)
     footer = _step_lines(state, width) if height >= 16 else []
+    footer += advice_lines(advisor or Advisor(), state, width, num_lines=2 if height >= _TWO_LINES_OF_ADVICE else 1)
     columns = 5 if width >= _FIVE_COLUMNS else 2  # of ten panels: no row is left half empty
     shown = panels(gauges)
     room = height - len(facts) - len(footer)
@@ -153,8 +158,12 @@ def _step_lines(state: DashboardState, width: int) -> list[Line]:
 class OverviewView(View):
     screen_title: ClassVar[str] = "Overview"
 
+    def __init__(self, palette: Palette, session: Session, *, id: str) -> None:
+        super().__init__(palette, session, id=id)
+        self.advisor = Advisor()
+
     def compose_lines(self, state: DashboardState, width: int, height: int) -> list[Line]:
-        return overview_lines(state, width, height)
+        return overview_lines(state, width, height, advisor=self.advisor)
 
     def export_table(self, state: DashboardState) -> ExportTable:
         gauges = state.gauges()

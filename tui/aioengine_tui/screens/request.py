@@ -14,6 +14,7 @@ from aioengine_tui.table_file import ExportTable
 from aioengine_tui.themes import Palette
 from aioengine_tui.widgets.request_table import state_role, state_text, token_bar
 from aioengine_tui.widgets.text import Line, Part, clean, fit, fit_line, number, rule, seconds, side_by_side
+from aioengine_tui.widgets.why_lines import why_section
 
 _WIDE = 120
 _MILESTONE_ROLES = {
@@ -52,7 +53,7 @@ class RequestView(PageView):
 
 
 def page_lines(row: RequestRow, state: DashboardState, width: int) -> list[Line]:
-    head = _head(row, state, width)
+    head = [*_head(row, state, width), *why_section(state, row.request_id, width)]
     if width < _WIDE:
         return [*head, *_timeline(row, width), *_blocks(row, width), *_params(row, width), *_texts(row, width)]
     left = width // 2

@@ -36,6 +36,15 @@ class StepView(ListView):
         self._first_step_id: int | None = None
         self._frame_height = self._for_height = 0
 
+    def go_to(self, step_id: int) -> bool:
+        """Put the cursor on a step; False if it is not kept in full any more."""
+        ids = [step.step_id for step in self.session.state.steps]
+        if step_id not in ids:
+            return False
+        self.scroll_state.fit(len(ids), 1 << 30)
+        self.scroll_state.go(ids.index(step_id))
+        return True
+
     def action_lanes(self) -> None:
         self.with_lanes = not self.with_lanes
         self.draw()
