@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,9 @@ from aioengine.events.step_event import Event, FinishedInfo, RequestInfo, StepEv
 from aioengine.events.wire import WireHeader
 from aioengine_tui.model.rows import RequestRow
 from aioengine_tui.model.state import DashboardState
-from aioengine_tui.runs.run_log import ADMISSION_STOPS, Piece, PieceKind, RunLog, RunRequest
+from aioengine_tui.model.why.advice import ADVICE_STEPS, advise
+from aioengine_tui.model.why.words import advice_words
+from aioengine_tui.runs.run_log import ADMISSION_STOPS, Piece, PieceKind, RunAdvice, RunLog, RunRequest
 
 _MAX_TEXT = 2000  # characters of a prompt or an output that are kept
 _PROGRESS_EVENTS = 500
@@ -48,6 +51,7 @@ class RunBuilder:
         self._live: dict[str, RunRequest] = {}
         self._last_token: dict[str, float] = {}
         self._rows_of_steps: dict[int, int] = {}  # steps in flight -> their place in the columns
+        self._advice: dict[str, RunAdvice] = {}
         self._open: dict[int, list[Piece]] = {}  # steps in flight -> pieces that end with their result
 
     def add(self, event: Event) -> None:
@@ -74,6 +78,9 @@ class RunBuilder:
             self._close_wait(request, self._state.last_step_id, self.log.end)
         first = self.log.steps["schedule_start"][:1]
         self.log.start = min([self.log.start, *first, *(request.arrival_time for request in self.log.requests)])
+        if len(self.log.steps) % ADVICE_STEPS:
+            self._take_advice()
+        self.log.advice = sorted(self._advice.values(), key=lambda said: -said.share)
         self.log.num_gaps = self._state.num_gaps
         self.log.num_total_blocks = self._state.stats.num_total_blocks if self._state.stats is not None else 0
         return self.log
@@ -156,6 +163,21 @@ class RunBuilder:
         }  # fmt: skip
         for name, column in steps.columns.items():
             column.append(values.get(name, _UNKNOWN))
+        if len(steps) % ADVICE_STEPS == 0:
+            self._take_advice()
+
+    def _take_advice(self) -> None:
+        """Of the latest steps, before the state forgets them; of each cause that part counts in which it weighed most."""
+        advice = advise(self._state)
+        if advice is None:
+            return
+        ids = self.log.steps["step_id"]
+        first = ids[max(0, len(ids) - ADVICE_STEPS)]
+        for finding in advice.findings:
+            words = advice_words(dataclasses.replace(advice, findings=(finding,)))
+            said = RunAdvice(first, ids[-1], finding.share, finding.cause, words)
+            if finding.cause not in self._advice or finding.share > self._advice[finding.cause].share:
+                self._advice[finding.cause] = said
 
     def _begin(self, request: RunRequest, kind: PieceKind, step_id: int, time: float) -> Piece:
         """Another piece, from a step on."""

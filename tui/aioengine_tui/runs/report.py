@@ -16,6 +16,8 @@ from importlib.resources import files
 from typing import Any, get_args
 
 from aioengine.printable import PROSE, printable
+from aioengine_tui.model.why.advice import ADVICE_STEPS
+from aioengine_tui.model.why.words import STOP_LETTERS
 from aioengine_tui.runs.run_log import ADMISSION_STOPS, PieceKind, RunLog, RunRequest, Samples
 from aioengine_tui.runs.summary import LATENCIES, Figure, summarize
 
@@ -35,11 +37,8 @@ _STEP_COLUMNS = {
 }  # fmt: skip
 
 
-def render_report(log: RunLog, *, title: str, advice: Sequence[str] = ()) -> str:
-    """The whole page. advice: sentences on what held the run up; without any the page says what stopped admission.
-
-    title: other people's text too (a file's name).
-    """
+def render_report(log: RunLog, *, title: str) -> str:
+    """The whole page. title: other people's text too (a file's name)."""
     page = files("aioengine_tui.runs").joinpath("page")
     script, style = (page.joinpath(name).read_text(encoding="utf-8") for name in ("report.js", "report.css"))
     policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; base-uri 'none'; form-action 'none'"
@@ -47,7 +46,7 @@ def render_report(log: RunLog, *, title: str, advice: Sequence[str] = ()) -> str
         "CSP": policy,
         "TITLE": html.escape(printable(title)),
         "STYLE": style,
-        "DATA": _embedded(report_data(log, advice=advice)),
+        "DATA": _embedded(report_data(log)),
         "SCRIPT": script,
     }
     template = page.joinpath("report.html").read_text(encoding="utf-8").split("@")
@@ -66,7 +65,7 @@ def _embedded(value: Any) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------- the data
-def report_data(log: RunLog, *, advice: Sequence[str] = ()) -> dict[str, Any]:
+def report_data(log: RunLog) -> dict[str, Any]:
     """What the page shows, as plain values; its names are those of `report.js`. Times are milliseconds since the first event."""
     clock = _clock(log)
     stride = max(1, -(-len(log.steps) // MAX_STEPS))
@@ -83,8 +82,9 @@ def report_data(log: RunLog, *, advice: Sequence[str] = ()) -> dict[str, Any]:
         },
         "summary": [[figure.label, _figure_text(figure)] for figure in summarize(log) if figure.value is not None],
         "percentiles": [_percentiles(label, log.latency(name)) for name, label in LATENCIES],
-        "advice": [printable(line) for line in advice] or _what_stopped(log),
+        "advice": _advice(log) or _what_stopped(log),
         "stops": ADMISSION_STOPS,
+        "letters": STOP_LETTERS,
         "stop_counts": [stops.count(index) for index in range(len(ADMISSION_STOPS))],
         "kinds": _KINDS,
         "steps": _steps(log, stride, clock),
@@ -131,6 +131,11 @@ def _figure_text(figure: Figure) -> str:
 def _percentiles(label: str, samples: Samples) -> list[Any]:
     values = [*samples.quantiles(0.5, 0.95, 0.99), samples.mean]
     return [label, [None if value is None else round(value * 1e3, 3) for value in values], len(samples)]
+
+
+def _advice(log: RunLog) -> list[str]:
+    whole = len(log.steps) <= ADVICE_STEPS
+    return [printable(f"{'' if whole else f'Steps {said.first_step} to {said.last_step}: '}{said.words}") for said in log.advice]
 
 
 def _what_stopped(log: RunLog) -> list[str]:

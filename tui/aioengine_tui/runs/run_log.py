@@ -86,6 +86,17 @@ class RunRequest:
         return self.finish_time - self.arrival_time
 
 
+@dataclass(frozen=True, slots=True)
+class RunAdvice:
+    """What the advisor says of a part of the run."""
+
+    first_step: int
+    last_step: int
+    share: float  # of 1: how much it weighs
+    cause: str
+    words: str
+
+
 class RunSteps:
     """The steps in columns, a value a step in each. A time is NaN where it is not known."""
 
@@ -153,6 +164,7 @@ class RunLog:
     steps: RunSteps = field(default_factory=RunSteps)
     requests: list[RunRequest] = field(default_factory=list)  # by arrival
     itls: Samples = field(default_factory=Samples)  # seconds between two tokens of a request
+    advice: list[RunAdvice] = field(default_factory=list)  # the heaviest finding of each cause, the heaviest first
     num_events: int = 0
     start: float = 0.0  # the engine's clock at the first event
     end: float = 0.0  # at the last one

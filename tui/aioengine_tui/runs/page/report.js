@@ -8,7 +8,7 @@
     waiting: "waits", preempted: "preempted, waits again", prefill: "whole prompt", chunk: "part of a prompt",
     decode: "one token after the other", resumed: "computed again after a preemption", idle: "runs, but got nothing",
   };
-  const STOP_LETTERS = { queue_empty: "", budget: "B", max_num_seqs: "S", no_blocks: "K", preempted: "!", in_flight: "f" };
+  const STOP_LETTERS = data.letters;
   const STOP_WORDS = {
     queue_empty: "nobody waited", budget: "the token budget was used up", max_num_seqs: "max_num_seqs requests ran",
     no_blocks: "too few free KV blocks", preempted: "it had to preempt", in_flight: "the next one has a token in flight",
@@ -64,7 +64,7 @@
       entry.title = KIND_WORDS[kind];
       $("legend").append(entry);
     }
-    $("legend").append(make("span", "first row, why no more were admitted: B budget, S max_num_seqs, K no blocks, ! preempted, f in flight"));
+    $("legend").append(make("span", "first row, why no more were admitted: " + data.stops.filter((stop) => STOP_LETTERS[stop].trim()).map((stop) => `${STOP_LETTERS[stop]} ${stop}`).join(", ")));
   }
   function stopColor(stop) {
     return { queue_empty: "var(--decode)", budget: "var(--idle)", max_num_seqs: "var(--chunk)", no_blocks: "var(--preempted)", preempted: "var(--resumed)" }[stop] || "var(--waiting)";
@@ -178,7 +178,7 @@
     const drawn = new Map();
     for (let i = i0; i <= i1; i++) {
       const px = NAMES + (xOfIndex(i) - view.from) * scale, letter = STOP_LETTERS[data.stops[steps.s[i]]];
-      if (!letter) continue;
+      if (!letter.trim()) continue;
       const slot = Math.floor(px / 9);
       c.fillStyle = stopFill(data.stops[steps.s[i]]);
       c.fillRect(px, 28, Math.max(1, Math.min(cell || 2, 9)), 4);
