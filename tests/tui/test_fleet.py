@@ -155,7 +155,10 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[su
     yield processes
     for process in processes:
         process.kill()
-        process.communicate(timeout=20)
+        process.wait(timeout=20)
+        for stream in (process.stdin, process.stdout):
+            if stream is not None:
+                stream.close()
 
 
 def top(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -30,23 +30,23 @@ def compare_lines(comparison: Comparison, names: tuple[str, str], *, width: int,
     return lines
 
 
-def _value_width(width: int) -> int:
-    return 12 if width >= 72 else 9
+def _widths(width: int) -> tuple[int, int, int]:
+    """Of the label, of a value, and of the ratio with the verdict; no wider than the eye can follow a line."""
+    value, tail = (12, 15) if width >= 80 else (9, 9)
+    return min(44, width - 3 * value - tail), value, tail
 
 
 def _heads(names: tuple[str, str], width: int) -> list[Line]:
     lines: list[Line] = []
     for letter, name in zip("AB", names, strict=True):
         lines.append([Part(f" {letter} ", "key"), Part(fit_middle(printable(name), width - 4), "text")])
-    size = _value_width(width)
-    left = width - 3 * size - 9
+    left, size, tail = _widths(width)
     heads = [fit(title, size, right=True) for title in ("A", "B", "B - A")]
-    return [*lines, [Part(fit("", left), "header"), *(Part(head, "header") for head in heads), Part(fit("", 9), "header")]]
+    return [*lines, [Part(fit("", left), "header"), *(Part(head, "header") for head in heads), Part(fit("", tail), "header")]]
 
 
 def _difference_line(difference: Difference, width: int) -> Line:
-    size = _value_width(width)
-    left = width - 3 * size - 9
+    left, size, tail = _widths(width)
     first, second, verdict = difference.first, difference.second, difference.verdict
     role = _VERDICT_ROLES[verdict]
     label = f" {first.label}{f' ({first.unit})' if first.unit else ''}"
@@ -58,7 +58,7 @@ def _difference_line(difference: Difference, width: int) -> Line:
         Part(fit(_text(second.value, first.digits), size, right=True), "value"),
         Part(fit(change, size, right=True), role),
         Part(fit(ratio, 7, right=True), role),
-        Part(f" {_VERDICT_SIGNS[verdict]}", role),
+        Part(f"  {'' if verdict == 'neither' else verdict}" if tail > 9 else f" {_VERDICT_SIGNS[verdict]}", role),
     ]
 
 
