@@ -330,6 +330,7 @@ examples:
     parser.add_argument(
         "--theme", choices=("dark", "light", "high-contrast", "colour-blind", "ansi"), default="dark", help="colours (default: dark)"
     )
+    parser.add_argument("--ascii", action="store_true", help="draw with ASCII alone (by itself where the locale is not UTF-8)")
     parser.add_argument("--refresh", metavar="HZ", type=float, default=4.0, help="pictures a second, 0.5 to 10 (default: 4)")
     parser.add_argument("--events-token", metavar="TOKEN", help="for an engine over TCP (default: AIOENGINE_EVENTS_TOKEN)")
     options.add_model_option(parser)
@@ -353,6 +354,7 @@ def _top(args: argparse.Namespace, start_time: float) -> None:
     config = options.engine_config(args)
 
     from aioengine.commands.top import TopSettings, top
+    from aioengine_tui.terminals import wants_ascii
 
     top(
         TopSettings(
@@ -365,6 +367,7 @@ def _top(args: argparse.Namespace, start_time: float) -> None:
             port=args.port,
             theme=args.theme,
             refresh=args.refresh,
+            ascii_only=args.ascii or wants_ascii(os.environ),
             token=options.events_token(args.events_token),
             demo_config=config,
         )
@@ -382,9 +385,12 @@ def _top_runs(args: argparse.Namespace) -> None:
         args.parser.error(f"argument {name}: {'two recordings are' if count == 2 else 'one recording is'} needed")
 
     from aioengine.commands.top_runs import compare_runs, export_run
+    from aioengine_tui.terminals import can_draw, wants_ascii
 
     if args.compare:
-        compare_runs(*args.addresses, as_json=args.json, on_screen=sys.stdout.isatty(), theme=args.theme)
+        on_screen = sys.stdout.isatty() and can_draw(os.environ)
+        ascii_only = args.ascii or wants_ascii(os.environ)
+        compare_runs(*args.addresses, as_json=args.json, on_screen=on_screen, theme=args.theme, ascii_only=ascii_only)
     else:
         export_run(args.addresses[0], trace=args.trace, report=args.report)
 

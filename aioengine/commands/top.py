@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from aioengine.commands.on_screen import run_on_screen
 from aioengine.commands.runtime import interrupts_leave_at_once, run, status
 from aioengine.commands.termination import EXIT_TERMINATED, signals_handled_by
 from aioengine.commands.top_fleet import find_addresses, print_fleet, show_fleet
@@ -30,10 +31,10 @@ from aioengine.printable import printable_json
 from aioengine_tui.model.state import DashboardState
 from aioengine_tui.model.state_json import state_to_json
 from aioengine_tui.plain import render_plain
+from aioengine_tui.terminals import as_ascii, can_draw
 
 if TYPE_CHECKING:
     from aioengine.config import EngineConfig
-    from aioengine_tui.app import DashboardApp
 
 _FIRST_STATE_S = 10.0  # longest wait for the first state of an engine
 _SETTLE_S = 1.5  # --once on a live engine: long enough for rates to mean something
@@ -51,6 +52,7 @@ class TopSettings:
     port: int
     theme: str
     refresh: float
+    ascii_only: bool
     token: str | None
     demo_config: EngineConfig
 
@@ -60,7 +62,7 @@ def top(settings: TopSettings) -> None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(signals_handled_by(signal.SIGTERM, _terminate))
         # A browser's page runs this command with its standard output connected to the web server.
-        on_screen = sys.stdout.isatty() or "TEXTUAL_DRIVER" in os.environ
+        on_screen = (sys.stdout.isatty() and can_draw(os.environ)) or "TEXTUAL_DRIVER" in os.environ
         addresses: Sequence[str] = settings.addresses
         if settings.demo:
             addresses = [stack.enter_context(demo_engine(settings.demo_config))]
@@ -79,6 +81,7 @@ def top(settings: TopSettings) -> None:
                 token=settings.token,
                 theme=settings.theme,
                 refresh=settings.refresh,
+                ascii_only=settings.ascii_only,
                 show_one=lambda address: _show(address, settings),
             )
 
@@ -90,23 +93,10 @@ def _show(address: str, settings: TopSettings) -> None:
     # A hundred events a second are thousands of new objects and no cycles: looking for cycles often costs a sixth of it all.
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
-    app = DashboardApp(source, theme=settings.theme, refresh=settings.refresh)
-    asyncio.run(_run_app(app))
-    if app.return_code == EXIT_TERMINATED:
-        raise SystemExit(EXIT_TERMINATED)
+    app = DashboardApp(source, theme=settings.theme, refresh=settings.refresh, ascii_only=settings.ascii_only)
+    run_on_screen(app)
     if app.return_code:
         raise AioEngineError(app.failure or "the dashboard ended with an error")
-
-
-async def _run_app(app: DashboardApp) -> None:
-    loop = asyncio.get_running_loop()
-
-    def leave(signum: int, frame: FrameType | None) -> None:
-        # By the app's own exit, which gives the terminal back; SystemExit would tear the app down in the middle of something.
-        loop.call_soon_threadsafe(lambda: app.exit(return_code=EXIT_TERMINATED))
-
-    with signals_handled_by(signal.SIGTERM, leave):
-        await app.run_async()
 
 
 def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
@@ -121,7 +111,7 @@ async def _until_terminated(printing: Coroutine[None, None, None]) -> None:
 
 
 async def _print_fleet(addresses: Sequence[str], settings: TopSettings) -> None:
-    await print_fleet(addresses, token=settings.token, once=settings.once, as_json=settings.as_json)
+    await print_fleet(addresses, token=settings.token, once=settings.once, as_json=settings.as_json, ascii_only=settings.ascii_only)
 
 
 async def _print_states(address: str, settings: TopSettings) -> None:
@@ -138,7 +128,7 @@ async def _print_states(address: str, settings: TopSettings) -> None:
             while True:
                 if source.playback is None:
                     state.tick(source.now())
-                _print_state(state, as_json=settings.as_json)
+                _print_state(state, as_json=settings.as_json, ascii_only=settings.ascii_only)
                 if settings.once or source.playback is not None or taking.done():
                     break
                 await asyncio.wait([taking], timeout=_PLAIN_INTERVAL_S)
@@ -162,8 +152,12 @@ async def _wait_for_state(state: DashboardState, taking: asyncio.Task[None]) -> 
         taking.result()
 
 
-def _print_state(state: DashboardState, *, as_json: bool) -> None:
-    print(printable_json(state_to_json(state)) if as_json else render_plain(state, width=100) + "\n", flush=True)
+def _print_state(state: DashboardState, *, as_json: bool, ascii_only: bool) -> None:
+    if as_json:
+        print(printable_json(state_to_json(state)), flush=True)
+        return
+    text = render_plain(state, width=100) + "\n"
+    print(as_ascii(text) if ascii_only else text, flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------- browser

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import BindingType
 from textual.events import Resize
-from textual.filter import Monochrome, NoColor
 from textual.screen import Screen
 from textual.timer import Timer
 from textual.widgets import ContentSwitcher, Input
@@ -26,7 +25,7 @@ from textual.worker import Worker, WorkerError
 from aioengine.errors import AioEngineError
 from aioengine_tui.control import ControlActions
 from aioengine_tui.keymap import BINDINGS, COMMANDS
-from aioengine_tui.messages import FilterWanted, OpenFrame, OpenRequest
+from aioengine_tui.messages import FilterWanted, OpenFrame, OpenRequest, SortWanted
 from aioengine_tui.model.state import DashboardState
 from aioengine_tui.screens.base import FilterView, View
 from aioengine_tui.screens.batch import BatchView
@@ -39,7 +38,9 @@ from aioengine_tui.screens.step import StepView
 from aioengine_tui.screens.waterfall import WaterfallView
 from aioengine_tui.session import Session
 from aioengine_tui.table_file import ExportFormat, table_text, without_foreign_fonts, write_new_file
+from aioengine_tui.terminals import driver_for_stdout
 from aioengine_tui.themes import THEME_NAMES, THEMES, Palette, textual_name
+from aioengine_tui.theming import set_up_theme
 from aioengine_tui.widgets.chrome import keys_line, tabs_line, title_line, warnings_line
 from aioengine_tui.widgets.line_view import LineView
 from aioengine_tui.widgets.replay_bar import replay_line
@@ -62,7 +63,7 @@ class DashboardApp(ControlActions, App[None]):
     """`aioengine top`.
 
     source: where the items come from; the app opens and closes it. refresh: pictures a second, at most 10.
-    theme: one of `THEME_NAMES`. folder: where exports and pictures go.
+    theme: one of `THEME_NAMES`. folder: where exports and pictures go. ascii_only: draw with the characters of ASCII.
     """
 
     TITLE = "aioengine top"
@@ -70,13 +71,16 @@ class DashboardApp(ControlActions, App[None]):
     ENABLE_COMMAND_PALETTE = True
     BINDINGS: ClassVar[list[BindingType]] = BINDINGS
 
-    def __init__(self, source: StepSource, *, theme: str = "dark", refresh: float = 4.0, folder: Path | None = None) -> None:
-        super().__init__()
+    def __init__(
+        self, source: StepSource, *, theme: str = "dark", refresh: float = 4.0, folder: Path | None = None, ascii_only: bool = False
+    ) -> None:
+        super().__init__(driver_class=driver_for_stdout())
         self.source = source
         self.session = Session(DashboardState())
         self.folder = folder if folder is not None else Path.cwd()
         self.refresh_rate = max(0.1, min(10.0, refresh))
-        self.palette = Palette(THEMES["dark"], no_color=self.no_color)
+        self.palette = Palette(THEMES["dark"], no_color=self.no_color, ascii_only=ascii_only)
+        self.ascii_only = ascii_only
         self.failure: str | None = None  # why the app ended by itself
         self.note = ""
         self._note_until = 0.0
@@ -84,17 +88,7 @@ class DashboardApp(ControlActions, App[None]):
         self._consumer: Worker[None] | None = None
         # Of an engine one asks first how it does, of a recording what happened.
         self._first = self._back_to = "overview" if source.playback is None else "waterfall"
-        for own in THEMES.values():
-            self.register_theme(own)
-        if self.no_color:
-            # Textual 8.2.8 decides by the default theme how to drop colours. Under an ansi theme its monochrome filter
-            # then takes the terminal's default colours for black, both of them: black on black. Removing colours
-            # altogether is right under every theme, and leaves bold, reverse and underline.
-            self._filters = [line_filter for line_filter in self._filters if not isinstance(line_filter, Monochrome)]
-            if not any(isinstance(line_filter, NoColor) for line_filter in self._filters):
-                self._filters.append(NoColor())
-            theme = "ansi"
-        self.theme = textual_name(theme)
+        set_up_theme(self, theme)
         self._apply_palette()
 
     # ------------------------------------------------------------------ life
@@ -173,8 +167,8 @@ class DashboardApp(ControlActions, App[None]):
             self.note = ""
         current = self.view.id or ""
         self._line("#title", title_line(state, self.source.address, width))
-        titles = [self.query_one(f"#{tab}", View).screen_title for tab in TABS]
-        self._line("#tabs", tabs_line(titles, TABS.index(current) if current in TABS else None, self.session.state, width))
+        tabs = [(tab, self.query_one(f"#{tab}", View).screen_title) for tab in TABS]
+        self._line("#tabs", tabs_line(tabs, current, self.session.state, width))
         warnings = warnings_line(self.session, width, note=self.note)
         self._line("#warnings", warnings)
         playback = self.source.playback
@@ -190,7 +184,7 @@ class DashboardApp(ControlActions, App[None]):
             widget.show([line])
 
     def _apply_palette(self) -> None:
-        self.palette = Palette(self.current_theme, no_color=self.no_color)
+        self.palette = Palette(self.current_theme, no_color=self.no_color, ascii_only=self.ascii_only)
         if self.is_running:
             for widget in self.query(LineView):
                 widget.set_palette(self.palette)
@@ -215,6 +209,10 @@ class DashboardApp(ControlActions, App[None]):
         """Take the note away; the next picture is without it."""
         self.note, self._note_until = "", 0.0
 
+    def action_press(self, key: str) -> None:
+        """A key hint was clicked: as if the key had been pressed."""
+        self.simulate_key(key)
+
     # ------------------------------------------------------------------ screens
     def action_show(self, name: str) -> None:
         switcher = self.query_one("#views", ContentSwitcher)
@@ -236,6 +234,10 @@ class DashboardApp(ControlActions, App[None]):
     def action_return(self) -> None:
         if self.view.id not in TABS:
             self.action_show(self._back_to)
+
+    def action_open_request(self, request_id: str) -> None:
+        """A request's name was clicked."""
+        self.post_message(OpenRequest(request_id))
 
     def on_open_request(self, message: OpenRequest) -> None:
         self.query_one(RequestView).open(message.request_id)
@@ -307,7 +309,8 @@ class DashboardApp(ControlActions, App[None]):
         return f"aioengine-{self.view.id}-step{self.session.state.last_step_id}"
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
-        yield from super().get_system_commands(screen)
+        # Textual's Maximize would take away the lines that say STALE and PAUSED.
+        yield from (command for command in super().get_system_commands(screen) if command.title not in ("Maximize", "Minimize"))
         for title, text, action in COMMANDS:
             yield SystemCommand(title, text, lambda action=action: self.call_later(self.run_action, action))
 
@@ -319,3 +322,16 @@ class DashboardApp(ControlActions, App[None]):
         view = self.view
         if isinstance(view, FilterView):
             view.set_filter(text)
+
+    def on_sort_wanted(self, message: SortWanted) -> None:
+        self.open_entry("sort", "", f"sort by: {', '.join(message.names)}")
+
+    def sort_view(self, text: str) -> None:
+        view = self.view
+        if not isinstance(view, BatchView):
+            return
+        name = next((name for name in view.sort_names if name.startswith(text.lower())), None)
+        if name is None:
+            self.say(f"no column here begins with {text!r}")
+        elif name != view.sort:
+            view.action_sort_by(name)

@@ -21,18 +21,17 @@ class OpenFrame(Message):
         self.step_id = step_id
 
 
-class Saved(Message):
-    """A file was written, or could not be."""
-
-    def __init__(self, text: str, *, failed: bool = False) -> None:
-        super().__init__()
-        self.text = text
-        self.failed = failed
-
-
 class FilterWanted(Message):
     """The user wants to type a filter for this screen."""
 
     def __init__(self, current: str) -> None:
         super().__init__()
         self.current = current
+
+
+class SortWanted(Message):
+    """The user wants to type the name of a column to sort by."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.names = names

@@ -90,8 +90,9 @@ def textual_name(name: str) -> str:
 class Palette:
     """The style of each role under one theme. Made when the theme changes, and shared by all widgets."""
 
-    def __init__(self, theme: Theme, *, no_color: bool = False) -> None:
-        """`no_color`: attributes only (bold, reverse, underline), no colours at all."""
+    def __init__(self, theme: Theme, *, no_color: bool = False, ascii_only: bool = False) -> None:
+        """no_color: attributes only (bold, reverse, underline), no colours at all. ascii_only: the terminal knows no other signs."""
+        self.ascii_only = ascii_only
         if no_color:
             self._styles = _attribute_styles()
             return
@@ -123,6 +124,7 @@ def _styles(colors: Colors) -> dict[str, Style]:
     bold = {
         "title": Style(color=colors.accent, bold=True), "value": Style(color=colors.text, bold=True),
         "key": Style(color=colors.accent, bold=True), "header": Style(color=colors.muted, underline=True),
+        "header_on": Style(color=colors.accent, underline=True, bold=True),
         "alert": Style(color=colors.bad, bold=True), "stale": Style(color=colors.warn, italic=True),
         "block_allocated": Style(color=colors.good, bold=True), "block_released": Style(color=colors.bad, bold=True),
         "block_lit": Style(color=colors.warn, bold=True),
@@ -140,6 +142,7 @@ def _attribute_styles() -> dict[str, Style]:
     for role in ("title", "value", "key", "bad", "alert", "warn", "preempted", "aborted", "block_allocated", "block_released"):
         styles[role] = bold
     styles["header"] = Style(underline=True)
+    styles["header_on"] = Style(underline=True, bold=True)
     styles["stale"] = Style(italic=True)
     styles["cursor"] = styles["tab_on"] = Style(reverse=True)
     styles["block_lit"] = Style(bold=True, underline=True)

@@ -20,6 +20,7 @@ Series = Literal[
     "preempted",
     "hit_rate",  # 0..1, of the tokens looked up in the bucket; None where there were none
     "ttft",  # seconds, mean of the bucket; None where there were none
+    "queue_wait",  # seconds from arrival to the first step, of those that were admitted
     "itl",  # seconds, mean of the bucket; None where there were none
     "overlap",  # 0..1; None where no step came back
 ]
@@ -131,6 +132,8 @@ class _Bucket:
     hits: int = 0
     ttft_sum: float = 0.0
     ttft_count: int = 0
+    queue_wait_sum: float = 0.0
+    queue_wait_count: int = 0
     itl_sum: float = 0.0
     itl_count: int = 0
     host: float = 0.0
@@ -146,6 +149,8 @@ class _Bucket:
                 return self.hits / self.queries if self.queries else None
             case "ttft":
                 return self.ttft_sum / self.ttft_count if self.ttft_count else None
+            case "queue_wait":
+                return self.queue_wait_sum / self.queue_wait_count if self.queue_wait_count else None
             case "itl":
                 return self.itl_sum / self.itl_count if self.itl_count else None
             case "overlap":

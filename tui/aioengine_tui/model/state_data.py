@@ -82,7 +82,7 @@ class Limits:
 
     max_steps: int = 120
     max_finished: int = 512
-    max_log_lines: int = 2000
+    max_log_lines: int = 20_000
 
 
 @dataclass(slots=True)
@@ -120,6 +120,7 @@ class StateData:
         default_factory=partial(RateWindow, num_values=2, seconds=RATE_WINDOW_S)
     )  # host seconds, hidden host seconds
     ttfts: SampleWindow = field(default_factory=partial(SampleWindow, seconds=LATENCY_WINDOW_S))
+    queue_waits: SampleWindow = field(default_factory=partial(SampleWindow, seconds=LATENCY_WINDOW_S))
     itls: SampleWindow = field(default_factory=partial(SampleWindow, seconds=LATENCY_WINDOW_S, capacity=8192))
     histories: History = field(default_factory=History)
     overlap_meter: OverlapMeter = field(default_factory=OverlapMeter)
@@ -156,6 +157,7 @@ class StateData:
             rates=self.rates.copy(),
             overlap=self.overlap.copy(),
             ttfts=self.ttfts.copy(),
+            queue_waits=self.queue_waits.copy(),
             itls=self.itls.copy(),
             histories=self.histories.copy(),
             overlap_meter=self.overlap_meter.copy(),

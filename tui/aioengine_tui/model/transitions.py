@@ -185,6 +185,7 @@ def _admit(data: StateData, new: NewRequestData, event: StepEvent) -> Share:
     row.sampling_params = new.sampling_params
     row.max_tokens = row.max_tokens or new.sampling_params.max_tokens or 0
     row.scheduled_time = event.schedule_start
+    _note_queue_wait(data, event.schedule_start, event.schedule_start - row.arrival_time)
     _give_blocks(data, row, list(new.block_ids[0]), replace=True)
     row.last_step_id, row.last_step_tokens = event.step_id, num_tokens
     kind = row.last_step_kind = "prefill" if start + num_tokens >= num_prompt else "chunk"
@@ -193,6 +194,13 @@ def _admit(data: StateData, new: NewRequestData, event: StepEvent) -> Share:
     data.log.add(event.time, event.step_id, "admitted", new.req_id, f"admitted: {text}")
     needs_mask = new.req_id in event.output.structured_output_request_ids
     return Share(new.req_id, kind, num_tokens, start, row.table, len(row.table), True, needs_mask=needs_mask)
+
+
+def _note_queue_wait(data: StateData, time: float, wait: float) -> None:
+    data.queue_waits.add(time, max(0.0, wait))
+    bucket = data.histories.at(time)
+    bucket.queue_wait_sum += max(0.0, wait)
+    bucket.queue_wait_count += 1
 
 
 # ---------------------------------------------------------------------------------------------------- tokens

@@ -72,7 +72,7 @@ class BlocksView(View):
         if owners:
             self.post_message(OpenRequest(owners[0]))
 
-    def on_click(self, event: events.Click) -> None:
+    async def on_click(self, event: events.Click) -> None:
         cell = self._layout.cell_at(event.x, event.y - self._grid_row)
         if cell is not None:
             self.cursor = self._layout.blocks_of(cell).start

@@ -15,11 +15,11 @@ from aioengine_tui.screens.waterfall_words import cell_lines
 from aioengine_tui.session import Session
 from aioengine_tui.table_file import ExportTable, Plain
 from aioengine_tui.themes import Palette
-from aioengine_tui.widgets.text import Line, Part, beside, clean, fit_line, fit_middle, width_of
+from aioengine_tui.widgets.text import Line, Part, clean, fit_line, fit_middle, line_text, width_of
 from aioengine_tui.widgets.waterfall_grid import STEP_ZOOMS, TIME_ZOOMS, Axis, Scale, Window, cell_at, waterfall_legend
 from aioengine_tui.widgets.why_lines import Advisor
 
-_MAX_NAME = 28
+_MIN_NAME, _MAX_NAME = 8, 28  # cells
 _WITH_LEVELS = 22  # rows of a screen that has room for the two lines of levels
 _WITH_LEGEND = 18
 _WITH_TWO_LINES = 12
@@ -158,19 +158,18 @@ class WaterfallView(View):
         if step_id is not None:
             self.post_message(OpenFrame(step_id))
 
-    def on_click(self, event: events.Click) -> None:
+    async def on_click(self, event: events.Click) -> None:
+        """A click moves the cursor; a second one right after it opens what is under the cursor, as Enter does."""
         column, index = event.x - self._name_width, event.y - self._rows_at + self._top
-        if event.y < 1 or event.y >= self._rows_at + self._visible:
+        if self.action_at(event) is not None or not 1 <= event.y < self._rows_at + self._visible:
             return
-        again = self.column is not None and self._window.first + column == self.column
         if event.y < self._rows_at:
-            again, self.number = again and self.number is None, None
+            self.number = None
         elif index < len(self._rows):
-            again = again and self._rows[index].number == self.number
             self._choose(index)
         if column >= 0:
             self._go_to(self._window.first + column)
-        if again:
+        if event.chain == 2:
             self.action_open()
 
     def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
@@ -247,15 +246,19 @@ class WaterfallView(View):
         if self.column is not None:
             self.column = max(self._oldest, min(self.column, self._latest))
         last = self._latest if self._last is None else min(self._last, self._latest)
-        longest = max((width_of(row.request_id) for row in self._rows), default=6)
-        self._name_width = max(7, min(longest, _MAX_NAME, width // 5)) + 1
+        self._rows = self._rows_in(state, Window(marks, scale, last=last, width=width - _MIN_NAME))
+        longest = max((width_of(clean(row.request_id)) for row in self._rows), default=0)
+        self._name_width = max(_MIN_NAME, min(longest, _MAX_NAME, width // 5) + 1)
         self._window = Window(marks, scale, last=last, width=width - self._name_width)
-        span = self._window.step_range
-        rows = state.waterfall.rows(*span) if span is not None else []
-        self._rows = rows if self.with_ended else [row for row in rows if row.end_step is None]
+        self._rows = self._rows_in(state, self._window)
         if self.number is not None and self._row_index() is None:
             self.number = None  # its row has left the picture
             self._finds_rows = True
+
+    def _rows_in(self, state: DashboardState, window: Window) -> list[WaterfallRow]:
+        span = window.step_range
+        rows = state.waterfall.rows(*span) if span is not None else []
+        return rows if self.with_ended else [row for row in rows if row.end_step is None]
 
     def _scroll_rows(self) -> None:
         """A row that was chosen stays in sight; else those that run at the cursor's step do, with some that ended above them."""
@@ -273,12 +276,21 @@ class WaterfallView(View):
     def _title(self, state: DashboardState, width: int) -> Line:
         span, scale = self._window.step_range, self.scale
         shown = f"steps {span[0]} to {span[1]}" if span is not None else "no step in these columns"
-        left: Line = [Part(scale.words(), "value"), Part(f"  {shown} of {len(state.waterfall.marks)} kept", "muted")]
         above, below = self._top, max(0, len(self._rows) - self._top - self._visible)
         hidden = [f"{count} {where}" for count, where in ((above, "above"), (below, "below")) if count > 0]
-        right: Line = [Part(f"{len(self._rows)} requests" + (f" ({', '.join(hidden)})" if hidden else ""), "muted")]
-        right.append(Part("  following " if self.column is None else "  end: follow ", "accent" if self.column is None else "muted"))
-        return beside(left, right, width)
+        follows = self.column is None
+        items = [
+            [Part(scale.words(), "value")],
+            [Part("following" if follows else "end: follow", "accent" if follows else "muted")],
+            [Part(shown, "muted")],
+            [Part(f"{len(self._rows)} requests" + (f" ({', '.join(hidden)})" if hidden else ""), "muted")],
+            [Part(f"{len(state.waterfall.marks)} steps kept", "muted")],
+        ]
+        line: Line = []
+        for item in items:  # whole ones, as far as there is room
+            if width_of(line_text(line)) + 2 + width_of(line_text(item)) <= width:
+                line += [*([Part("  ")] if line else []), *item]
+        return line
 
     def _label(self, text: str, role: str = "muted") -> Line:
         return [Part(fit_middle(text, self._name_width - 1), role), Part(" ")]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-import textwrap
-
 from aioengine_tui.model.log import plural
 from aioengine_tui.model.state import DashboardState
 from aioengine_tui.model.waterfall import CELLS, Run, StepMark, WaterfallRow
 from aioengine_tui.model.why.words import request_words, step_words
 from aioengine_tui.widgets.step_rows import STOP_WORDS
-from aioengine_tui.widgets.text import Line, Part, clean, fit_line
+from aioengine_tui.widgets.text import Line, Part, clean, fit_line, wrap, wrap_to
 from aioengine_tui.widgets.why_lines import Advisor
 
 
@@ -18,18 +15,12 @@ def cell_lines(
     state: DashboardState, row: WaterfallRow | None, step_id: int | None, width: int, *, num_lines: int, advisor: Advisor
 ) -> list[Line]:
     """Of a cell: what the request did, and what shared the step; of no request: the step, and the advice for the engine."""
-    paragraphs = [
-        textwrap.wrap(text, max(10, width - 2)) for text in _paragraphs(state, row, step_id, most=(width - 4) * num_lines, advisor=advisor)
-    ]
-    lines = list(itertools.chain.from_iterable(paragraphs))
-    if len(lines) > num_lines:  # whole paragraphs go first; of the first one the rest is cut
-        kept = paragraphs[0][:num_lines]
-        for paragraph in paragraphs[1:]:
-            if len(kept) + len(paragraph) <= num_lines:
-                kept += paragraph
-        if len(paragraphs[0]) > num_lines:
-            kept[-1] = " ".join(paragraphs[0][num_lines - 1 :])
-        lines = kept
+    first, *others = _paragraphs(state, row, step_id, most=(width - 4) * num_lines, advisor=advisor) or [""]
+    lines = wrap_to(clean(first), max(10, width - 2), num_lines)
+    for paragraph in others:  # whole ones, as far as there is room
+        wrapped = wrap(clean(paragraph), max(10, width - 2))
+        if len(lines) + len(wrapped) <= num_lines:
+            lines += wrapped
     lines += [""] * (num_lines - len(lines))
     head = "> " if row is not None else "  "
     return [fit_line([Part(head if index == 0 else "  ", "accent"), Part(line)], width) for index, line in enumerate(lines)]

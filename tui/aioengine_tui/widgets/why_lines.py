@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import textwrap
-
 from aioengine_tui.model.state import DashboardState
 from aioengine_tui.model.why.words import advice_line, request_words
-from aioengine_tui.widgets.text import Line, Part, clean, fit_line, rule
+from aioengine_tui.widgets.text import Line, Part, clean, fit_line, rule, wrap, wrap_to
 
 _ADVICE_S = 1.0
 
@@ -32,9 +30,7 @@ def advice_lines(advisor: Advisor, state: DashboardState, width: int, *, num_lin
     words = advisor.line(state, most=(width - 8) * num_lines)
     if words is None:
         return []
-    lines = textwrap.wrap(clean(words), max(10, width - 8))
-    if len(lines) > num_lines:
-        lines = [*lines[: num_lines - 1], " ".join(lines[num_lines - 1 :])]
+    lines = wrap_to(clean(words), max(10, width - 8), num_lines)
     heads = ["advice  ", *["        "] * (len(lines) - 1)]
     return [fit_line([Part(head, "muted"), Part(line, "accent")], width) for head, line in zip(heads, lines, strict=True)]
 
@@ -46,6 +42,6 @@ def why_section(state: DashboardState, request_id: str, width: int) -> list[Line
         return []
     lines = [rule("why", width)]
     for sentence in sentences:
-        wrapped = textwrap.wrap(clean(sentence), max(10, width - 2))
+        wrapped = wrap(clean(sentence), max(10, width - 2))
         lines += [fit_line([Part("> " if index == 0 else "  ", "accent"), Part(line)], width) for index, line in enumerate(wrapped)]
     return lines
