@@ -10,7 +10,7 @@ import json
 from collections import defaultdict
 from typing import Any
 
-_ALWAYS = {"name": str, "ph": str, "pid": int, "tid": int, "ts": (int, float)}
+_ALWAYS: dict[str, Any] = {"name": str, "ph": str, "pid": int, "tid": int, "ts": (int, float)}
 _BY_PHASE: dict[str, dict[str, Any]] = {
     "X": {"dur": (int, float), "cat": str, "args": dict},
     "C": {"args": dict},

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from textual.pilot import Pilot
 
-from aioengine.events.sources.base import ConnectionFailed, SourceStatus, StepSource
+from aioengine.events.sources.base import ConnectionFailed, SourceStatus, StepSource, StreamItem
 from aioengine_tui.fleet.app import FleetApp
 from aioengine_tui.fleet.lines import fleet_lines, fleet_to_json
 from aioengine_tui.fleet.members import Fleet, Member, add_up
@@ -33,10 +33,10 @@ def member(address: str, *, num_steps: int = 0) -> Member:
     return one
 
 
-def _quiet_items(num_steps: int) -> list[object]:
+def _quiet_items(num_steps: int) -> list[StreamItem]:
     engine = MadeUpEngine()
     engine.add("only", num_prompt_tokens=8, max_tokens=50)
-    return list(engine.run(num_steps))
+    return engine.run(num_steps)
 
 
 # ---------------------------------------------------------------------------------------------------- totals

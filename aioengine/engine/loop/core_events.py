@@ -23,7 +23,7 @@ SNAPSHOT_INTERVAL = 2000
 """Steps between two snapshots among the events, at most: a reader of a long recording can begin at one."""
 SNAPSHOT_WORK = 60_000
 """The same in what a reader has to fold from one to the next, some 0.1 s: a step counts as `_STEP_WORK` and its requests."""
-_STEP_WORK = 50
+_STEP_WORK = 150
 
 
 class CoreEvents:
