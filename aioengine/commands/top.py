@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from aioengine.commands.on_screen import is_screen, run_on_screen
 from aioengine.commands.runtime import interrupts_leave_at_once, run, status
 from aioengine.commands.termination import EXIT_TERMINATED, signals_handled_by
 from aioengine.commands.top_fleet import find_addresses, print_fleet, show_fleet
@@ -31,7 +32,7 @@ from aioengine.printable import printable_json
 from aioengine_tui.model.state import DashboardState
 from aioengine_tui.model.state_json import state_to_json
 from aioengine_tui.plain import render_plain
-from aioengine_tui.terminals import as_ascii, can_draw
+from aioengine_tui.terminals import as_ascii
 
 if TYPE_CHECKING:
     from aioengine.config import EngineConfig
@@ -66,8 +67,6 @@ def top(settings: TopSettings) -> None:
         if settings.tour:
             _tour(settings)
             return
-        # A browser's page runs this command with its standard output connected to the web server.
-        on_screen = (sys.stdout.isatty() and can_draw(os.environ)) or "TEXTUAL_DRIVER" in os.environ
         addresses: Sequence[str] = settings.addresses
         if settings.demo:
             addresses = [stack.enter_context(demo_engine(settings.demo_config))]
@@ -75,7 +74,7 @@ def top(settings: TopSettings) -> None:
             addresses = find_addresses()
         if settings.web:
             _serve(addresses, settings)
-        elif settings.once or settings.as_json or not on_screen:
+        elif settings.once or settings.as_json or not is_screen():
             printing = _print_states(addresses[0], settings) if len(addresses) == 1 else _print_fleet(addresses, settings)
             run(_until_terminated(printing))
         elif len(addresses) == 1:
@@ -86,6 +85,7 @@ def top(settings: TopSettings) -> None:
                 token=settings.token,
                 theme=settings.theme,
                 refresh=settings.refresh,
+                ascii_only=settings.ascii_only,
                 show_one=lambda address: _show(address, settings),
             )
 
@@ -108,36 +108,17 @@ def _tour(settings: TopSettings) -> None:
 
     with tempfile.TemporaryDirectory(prefix="aioengine-tour-") as folder:
         scenes = [record_scene(script, Path(folder)) for script in SCENES]
-        if sys.stdout.isatty() or "TEXTUAL_DRIVER" in os.environ:
-            _run_to_its_end(
-                TourApp(
-                    TourSource(scenes, make_state=DashboardState),
-                    theme=settings.theme,
-                    refresh=settings.refresh,
-                    ascii_only=settings.ascii_only,
-                )
-            )
+        if is_screen():
+            source = TourSource(scenes, make_state=DashboardState)
+            _run_to_its_end(TourApp(source, theme=settings.theme, refresh=settings.refresh, ascii_only=settings.ascii_only))
         else:
             print(tour_text(scenes))
 
 
 def _run_to_its_end(app: DashboardApp) -> None:
-    asyncio.run(_run_app(app))
-    if app.return_code == EXIT_TERMINATED:
-        raise SystemExit(EXIT_TERMINATED)
+    run_on_screen(app)
     if app.return_code:
         raise AioEngineError(app.failure or "the dashboard ended with an error")
-
-
-async def _run_app(app: DashboardApp) -> None:
-    loop = asyncio.get_running_loop()
-
-    def leave(signum: int, frame: FrameType | None) -> None:
-        # By the app's own exit, which gives the terminal back; SystemExit would tear the app down in the middle of something.
-        loop.call_soon_threadsafe(lambda: app.exit(return_code=EXIT_TERMINATED))
-
-    with signals_handled_by(signal.SIGTERM, leave):
-        await app.run_async()
 
 
 def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
@@ -152,7 +133,7 @@ async def _until_terminated(printing: Coroutine[None, None, None]) -> None:
 
 
 async def _print_fleet(addresses: Sequence[str], settings: TopSettings) -> None:
-    await print_fleet(addresses, token=settings.token, once=settings.once, as_json=settings.as_json)
+    await print_fleet(addresses, token=settings.token, once=settings.once, as_json=settings.as_json, ascii_only=settings.ascii_only)
 
 
 async def _print_states(address: str, settings: TopSettings) -> None:

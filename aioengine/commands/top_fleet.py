@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+from aioengine.commands.on_screen import run_on_screen
 from aioengine.errors import AioEngineError
 from aioengine.events.discovery import find_engines
 from aioengine.events.sources.base import StepSource
@@ -13,6 +14,7 @@ from aioengine.printable import printable_json
 from aioengine_tui.fleet.lines import fleet_lines, fleet_to_json
 from aioengine_tui.fleet.members import Fleet
 from aioengine_tui.model.state import DashboardState
+from aioengine_tui.terminals import as_ascii
 from aioengine_tui.widgets.text import lines_text
 
 _FIRST_STATE_S = 10.0
@@ -36,7 +38,9 @@ def fleet_source(address: str, token: str | None) -> StepSource:
     return open_source(address, make_state=DashboardState, token=token, reconnect=False)
 
 
-def show_fleet(addresses: Sequence[str], *, token: str | None, theme: str, refresh: float, show_one: Callable[[str], None]) -> None:
+def show_fleet(
+    addresses: Sequence[str], *, token: str | None, theme: str, refresh: float, ascii_only: bool, show_one: Callable[[str], None]
+) -> None:
     """The list on the terminal, and one engine after the other as the user opens them. addresses: none: those that are found."""
     from aioengine_tui.fleet.app import FleetApp
 
@@ -48,14 +52,15 @@ def show_fleet(addresses: Sequence[str], *, token: str | None, theme: str, refre
             theme=theme,
             refresh=refresh,
             start_at=chosen,
+            ascii_only=ascii_only,
         )
-        chosen = app.run()
+        chosen = run_on_screen(app)
         if chosen is None:
             return
         show_one(chosen)
 
 
-async def print_fleet(addresses: Sequence[str], *, token: str | None, once: bool, as_json: bool) -> None:
+async def print_fleet(addresses: Sequence[str], *, token: str | None, once: bool, as_json: bool, ascii_only: bool) -> None:
     """One state of all engines, or one every few seconds until interrupted."""
     fleet = Fleet(lambda address: fleet_source(address, token))
     fleet.follow(addresses)
@@ -67,7 +72,8 @@ async def print_fleet(addresses: Sequence[str], *, token: str | None, once: bool
                 print(printable_json(fleet_to_json(fleet.members)), flush=True)
             else:
                 lines = fleet_lines(fleet.members, width=_PLAIN_WIDTH, height=len(fleet.members) + 4, cursor=None)
-                print(lines_text(lines) + "\n", flush=True)
+                text = lines_text(lines) + "\n"
+                print(as_ascii(text) if ascii_only else text, flush=True)
             if once:
                 return
             await asyncio.sleep(_PLAIN_INTERVAL_S)

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from aioengine.commands.on_screen import is_screen, run_on_screen
 from aioengine.errors import AioEngineError, ConfigError
 from aioengine.printable import printable, printable_json
 from aioengine_tui.runs.compare import compare, comparison_to_json
@@ -16,6 +17,7 @@ from aioengine_tui.runs.reading import read_run
 from aioengine_tui.runs.report import render_report
 from aioengine_tui.runs.run_log import RunLog
 from aioengine_tui.runs.trace import trace_lines
+from aioengine_tui.terminals import as_ascii
 from aioengine_tui.widgets.text import lines_text
 
 _PLAIN_WIDTH = 100
@@ -34,20 +36,21 @@ def export_run(path: str, *, trace: str | None, report: str | None) -> None:
         print(f"{printable(str(output))}: {len(log.steps)} steps, {len(log.requests)} requests, {output.stat().st_size / 1e6:.1f} MB")
 
 
-def compare_runs(first: str, second: str, *, as_json: bool, on_screen: bool, theme: str) -> None:
+def compare_runs(first: str, second: str, *, as_json: bool, theme: str, ascii_only: bool) -> None:
     """On the terminal, else as text or JSON."""
     comparison = compare(_read(first), _read(second))
     names = (first, second)
     if as_json:
         print(printable_json(comparison_to_json(comparison)))
-    elif on_screen:
+    elif is_screen():
         from aioengine_tui.runs.compare_app import CompareApp
 
-        CompareApp(comparison, names, theme=theme).run()
+        run_on_screen(CompareApp(comparison, names, theme=theme, ascii_only=ascii_only))
     else:
         from aioengine_tui.runs.compare_lines import compare_lines
 
-        print(lines_text(compare_lines(comparison, names, width=_PLAIN_WIDTH, axis="step")))
+        text = lines_text(compare_lines(comparison, names, width=_PLAIN_WIDTH, axis="step"))
+        print(as_ascii(text) if ascii_only else text)
 
 
 def _read(path: str) -> RunLog:

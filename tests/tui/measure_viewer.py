@@ -88,6 +88,10 @@ class LargeEngine:
         assert output is not None, "there is always work"
         return self._events(output)
 
+    def forget_ended(self) -> None:
+        """What is kept here of requests that are gone."""
+        self._num_output_tokens = {name: count for name, count in self._num_output_tokens.items() if name in self.scheduler.requests}
+
     def _add(self) -> None:
         self._number += 1
         request = make_request(

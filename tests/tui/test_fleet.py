@@ -36,7 +36,7 @@ def member(address: str, *, num_steps: int = 0) -> Member:
 def _quiet_items(num_steps: int) -> list[StreamItem]:
     engine = MadeUpEngine()
     engine.add("only", num_prompt_tokens=8, max_tokens=50)
-    return list(engine.run(num_steps))
+    return engine.run(num_steps)
 
 
 # ---------------------------------------------------------------------------------------------------- totals
@@ -126,10 +126,10 @@ async def test_a_click_chooses_and_a_second_one_opens() -> None:
     async with app.run_test(size=(100, 20)) as pilot:
         await _until_shown(pilot, app, "all 3")
         assert app.cursor == 1
-        await pilot.click("#fleet", offset=(5, 3))
+        await pilot.click("#lines", offset=(5, 3))
         assert app.cursor == 2
         assert app.return_value is None
-        await pilot.click("#fleet", offset=(5, 3))
+        await pilot.click("#lines", offset=(5, 3))
     assert app.return_value == "c"
 
 
@@ -137,9 +137,9 @@ async def _until_shown(pilot: Pilot[str], app: FleetApp, text: str) -> None:
     for _ in range(200):
         await pilot.pause(0.02)
         app.draw()
-        if text in app.query_one("#fleet", LineView).text:
+        if text in app.query_one("#lines", LineView).text:
             return
-    raise AssertionError(app.query_one("#fleet", LineView).text)
+    raise AssertionError(app.query_one("#lines", LineView).text)
 
 
 # ---------------------------------------------------------------------------------------------------- end to end

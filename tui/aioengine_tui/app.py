@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import BindingType
 from textual.events import Resize
-from textual.filter import Monochrome, NoColor
 from textual.screen import Screen
 from textual.timer import Timer
 from textual.widgets import ContentSwitcher, Input
@@ -43,6 +42,7 @@ from aioengine_tui.session import Session
 from aioengine_tui.table_file import ExportFormat, table_text, without_foreign_fonts, write_new_file
 from aioengine_tui.terminals import driver_for_stdout
 from aioengine_tui.themes import THEME_NAMES, THEMES, Palette, textual_name
+from aioengine_tui.theming import set_up_theme
 from aioengine_tui.widgets.chrome import keys_line, tabs_line, title_line, warnings_line
 from aioengine_tui.widgets.line_view import LineView
 from aioengine_tui.widgets.replay_bar import replay_line
@@ -90,17 +90,7 @@ class DashboardApp(ControlActions, App[None]):
         self._consumer: Worker[None] | None = None
         # Of an engine one asks first how it does, of a recording what happened.
         self._first = self._back_to = "overview" if source.playback is None else "waterfall"
-        for own in THEMES.values():
-            self.register_theme(own)
-        if self.no_color:
-            # Textual 8.2.8 decides by the default theme how to drop colours. Under an ansi theme its monochrome filter
-            # then takes the terminal's default colours for black, both of them: black on black. Removing colours
-            # altogether is right under every theme, and leaves bold, reverse and underline.
-            self._filters = [line_filter for line_filter in self._filters if not isinstance(line_filter, Monochrome)]
-            if not any(isinstance(line_filter, NoColor) for line_filter in self._filters):
-                self._filters.append(NoColor())
-            theme = "ansi"
-        self.theme = textual_name(theme)
+        set_up_theme(self, theme)
         self._apply_palette()
 
     # ------------------------------------------------------------------ life

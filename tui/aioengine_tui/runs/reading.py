@@ -17,6 +17,7 @@ from aioengine_tui.runs.run_log import ADMISSION_STOPS, Piece, PieceKind, RunAdv
 
 _MAX_TEXT = 2000  # characters of a prompt or an output that are kept
 _PROGRESS_EVENTS = 500
+_MAX_IN_FLIGHT = 64  # steps
 _UNKNOWN = float("nan")
 
 
@@ -148,6 +149,9 @@ class RunBuilder:
             request = self._find(share.request_id, time=event.time)
             opened.append(self._schedule(request, share.kind, event, share.num_tokens))
         self._open[event.step_id] = opened
+        if len(self._open) > _MAX_IN_FLIGHT:  # the results of old ones are missing
+            lost = next(iter(self._open))
+            del self._open[lost], self._rows_of_steps[lost]
         steps, stats = self.log.steps, event.stats
         self._rows_of_steps[event.step_id] = len(steps)
         prompt = sum(share.num_tokens for share in record.shares if share.kind in ("prefill", "chunk"))
