@@ -23,18 +23,21 @@ _KEYS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
             ("ctrl+s", "save the screen as an SVG picture"),
             ("+ -", "refresh faster or slower; in a recording: play faster or slower"),
             ("ctrl+z, q", "suspend, quit"),
+            ("mouse", "tabs, keys, titles, warnings and the names of requests do what they say"),
         ),
     ),
     (
         "lists",
         (
-            ("↑ ↓ j k", "move; PgUp PgDn Home End too, and the mouse"),
+            ("↑ ↓ j k", "move; PgUp PgDn Home End too, and the mouse: a click chooses, two open"),
             ("enter", "the page of the request under the cursor; esc goes back"),
             ("/ or f", "filter: all words must occur; esc clears it"),
-            ("s, r", "batch: sort by the next column, reverse the order"),
+            ("← →", "batch: sort by another column; a click on its title too, again turns the order"),
+            ("s, r", "batch: sort by the column of that name, turn the order round"),
             ("F", "batch: the cursor follows its request, or stays on its row"),
             ("d", "batch: with or without requests that ended"),
-            ("l", "step: lanes on or off"),
+            ("l, z Z", "step: lanes on or off; fewer or more steps in them"),
+            ("o", "request: the settings that have their default"),
             ("n N c", "KV blocks: light the blocks of the next, the previous, no request"),
         ),
     ),
@@ -50,10 +53,10 @@ _KEYS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     (
         "the engine, where it allows control",
         (
-            ("P", "pause or resume the engine itself"),
+            ("P", "pause the engine itself, for everybody (asks once more), or resume it"),
             (".", "run one step of a paused engine"),
             ("x", "abort the selected request (asks once more)"),
-            ("a", "send a prompt"),
+            ("a", "send a prompt, as a chat where the model has a template; its page shows the answer"),
         ),
     ),
 )
