@@ -129,6 +129,11 @@ async def test_every_screen_fits_every_size_and_can_be_saved_as_a_picture(size: 
         await press(app, pilot, "3", "enter")
         assert "request alpha" in app.view.text
         await press(app, pilot, "question_mark")
+        assert app.view.text.startswith("─ the words on the screen")
+        for _ in range(40):
+            if "everywhere" in app.view.text:
+                break
+            await press(app, pilot, "pagedown")
         assert "everywhere" in app.view.text
     pictures = read_texts(tmp_path, "*.svg")
     assert len(pictures) == 6
