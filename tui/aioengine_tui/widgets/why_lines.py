@@ -6,11 +6,11 @@ from aioengine_tui.model.state import DashboardState
 from aioengine_tui.model.why.words import advice_line, request_words
 from aioengine_tui.widgets.text import Line, Part, clean, fit_line, rule, wrap, wrap_to
 
-_ADVICE_S = 1.0
+_ADVICE_S = 2.0
 
 
 class Advisor:
-    """The advice for one view, looked for once a second of the engine's clock: it is about thousands of steps."""
+    """The advice for one view, looked for every two seconds of the engine's clock: it is about thousands of steps."""
 
     def __init__(self) -> None:
         self._words: str | None = None
