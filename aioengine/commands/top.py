@@ -12,6 +12,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -42,7 +43,8 @@ _PLAIN_INTERVAL_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class TopSettings:
-    address: str | None  # None: --demo
+    address: str | None  # None: --demo or --tour
+    tour: bool
     once: bool
     as_json: bool
     web: bool
@@ -60,6 +62,9 @@ def top(settings: TopSettings) -> None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(signals_handled_by(signal.SIGTERM, _terminate))
         address = settings.address
+        if settings.tour:
+            _tour(settings)
+            return
         if address is None:
             address = stack.enter_context(demo_engine(settings.demo_config))
         # A browser's page runs this command with its standard output connected to the web server.
@@ -79,7 +84,31 @@ def _show(address: str, settings: TopSettings) -> None:
     # A hundred events a second are thousands of new objects and no cycles: looking for cycles often costs a sixth of it all.
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
-    app = DashboardApp(source, theme=settings.theme, refresh=settings.refresh, ascii_only=settings.ascii_only)
+    _run_to_its_end(DashboardApp(source, theme=settings.theme, refresh=settings.refresh, ascii_only=settings.ascii_only))
+
+
+def _tour(settings: TopSettings) -> None:
+    """On a terminal the scenes; elsewhere what is said about them."""
+    from aioengine.commands.tour_recording import record_scene
+    from aioengine.commands.tour_scenes import SCENES
+    from aioengine_tui.tour import TourApp, TourSource, tour_text
+
+    with tempfile.TemporaryDirectory(prefix="aioengine-tour-") as folder:
+        scenes = [record_scene(script, Path(folder)) for script in SCENES]
+        if sys.stdout.isatty() or "TEXTUAL_DRIVER" in os.environ:
+            _run_to_its_end(
+                TourApp(
+                    TourSource(scenes, make_state=DashboardState),
+                    theme=settings.theme,
+                    refresh=settings.refresh,
+                    ascii_only=settings.ascii_only,
+                )
+            )
+        else:
+            print(tour_text(scenes))
+
+
+def _run_to_its_end(app: DashboardApp) -> None:
     asyncio.run(_run_app(app))
     if app.return_code == EXIT_TERMINATED:
         raise SystemExit(EXIT_TERMINATED)
