@@ -32,6 +32,11 @@ class WaterfallView(View):
         ("←↑↓→", "cursor"), ("enter", "open"), ("o", "step"), ("z Z", "zoom"), ("m", "steps/ms"), ("end", "follow"), ("d", "ended"),
     )  # fmt: skip
 
+    explained_words: ClassVar[tuple[str, ...]] = (
+        "a row and a column", "stop line", "tokens line", "blocks line", "step line", "█ prompt", "▓ chunk", "▒ decode", "2 guesses",
+        "▚ resumed", "! preempted", "- no token", "· waits behind", "B S K P F", "x ended",
+    )  # fmt: skip
+
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("left", "columns(-1)", "left", show=False),
         Binding("right", "columns(1)", "right", show=False),
