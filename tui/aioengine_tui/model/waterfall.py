@@ -14,7 +14,7 @@ Everything is seconds of the engine's clock, step ids, and counts.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 from aioengine.core.scheduler_output import AdmissionStop
@@ -34,6 +34,7 @@ NONE, WAITING, PREEMPTED, IDLE, DECODE, DRAFT, CHUNK, PREFILL, RESUMED, ENDED, A
 
 MAX_STEPS = 8192
 MAX_ENDED_ROWS = 4096
+_END_SLACK = 8  # steps
 MAX_RUNS = 1024  # of a row; more has only who is preempted hundreds of times, or decodes with draft tokens for long
 
 _CODES: dict[str, int] = {"chunk": CHUNK, "prefill": PREFILL, "resumed": RESUMED}
@@ -157,18 +158,15 @@ class Waterfall:
     # ------------------------------------------------------------------ reading
     def rows(self, first_step: int, last_step: int) -> list[WaterfallRow]:
         """The requests that were there in any of these steps, by arrival."""
-        found = [
-            row
-            for row in self._all_rows()
-            if row.runs and row.runs[0].start_step <= last_step and (row.end_step is None or row.end_step >= first_step)
-        ]
+        found = [row for row in (*self._ending.values(), *self._live.values()) if row.runs and row.runs[0].start_step <= last_step]
+        for row in reversed(self._ended):  # in the order in which they ended, but for a step or two
+            end_step = row.end_step or 0
+            if end_step < first_step - _END_SLACK:
+                break
+            if end_step >= first_step and row.runs and row.runs[0].start_step <= last_step:
+                found.append(row)
         found.sort(key=_number)
         return found
-
-    def _all_rows(self) -> Iterator[WaterfallRow]:
-        yield from self._ended
-        yield from self._ending.values()
-        yield from self._live.values()
 
     def row(self, request_id: str) -> WaterfallRow | None:
         """The latest request of that name."""
