@@ -299,9 +299,10 @@ def _add_top(commands: argparse._SubParsersAction[_Parser]) -> None:
         "top",
         help="watch an engine: every step, request and KV block",
         description="Watch an engine live, or replay a recording: every step, every request, every KV block.",
-        usage="aioengine top [options] [ADDRESS ... | FILE | --demo]",
+        usage="aioengine top [options] [ADDRESS ... | FILE | --demo | --tour]",
         epilog="""\
 examples:
+  aioengine top --tour                                 ten scenes that explain what such an engine does
   aioengine top --demo                                 an engine with the built-in model and varied traffic
   aioengine chat --events auto                         an engine to watch; then, on another terminal:
   aioengine top                                        your engine; if there are several, a list of them
@@ -319,6 +320,7 @@ examples:
         help="a Unix socket's path, tcp:HOST:PORT, or a recording's path (default: the engines of yours that publish)",
     )
     parser.add_argument("--demo", action="store_true", help="start an engine with live traffic, and watch it")
+    parser.add_argument("--tour", action="store_true", help="show, in ten scenes, what such an engine does; no model is needed")
     parser.add_argument("--once", action="store_true", help="print one state and leave")
     parser.add_argument("--json", action="store_true", help="print states as JSON, one a line")
     parser.add_argument("--trace", metavar="FILE", help="write a recording as a Chrome trace, for ui.perfetto.dev (.gz: compressed)")
@@ -340,8 +342,11 @@ examples:
 
 
 def _top(args: argparse.Namespace, start_time: float) -> None:
-    if args.demo and args.addresses:
-        args.parser.error("argument --demo: not allowed with an address")
+    num_sources = args.demo + args.tour + bool(args.addresses)
+    if num_sources > 1:
+        args.parser.error(f"argument --{'tour' if args.tour else 'demo'}: not allowed with another source")
+    if args.tour and (args.once or args.json or args.web):
+        args.parser.error("argument --tour: not allowed with --once, --json and --web")
     if args.compare or args.trace is not None or args.report is not None:
         _top_runs(args)
         return
@@ -354,12 +359,12 @@ def _top(args: argparse.Namespace, start_time: float) -> None:
     config = options.engine_config(args)
 
     from aioengine.commands.top import TopSettings, top
-    from aioengine_tui.terminals import wants_ascii
 
     top(
         TopSettings(
             addresses=tuple(args.addresses),
             demo=args.demo,
+            tour=args.tour,
             once=args.once,
             as_json=args.json,
             web=args.web,
@@ -367,7 +372,7 @@ def _top(args: argparse.Namespace, start_time: float) -> None:
             port=args.port,
             theme=args.theme,
             refresh=args.refresh,
-            ascii_only=args.ascii or wants_ascii(os.environ),
+            ascii_only=args.ascii,
             token=options.events_token(args.events_token),
             demo_config=config,
         )
@@ -377,7 +382,7 @@ def _top(args: argparse.Namespace, start_time: float) -> None:
 def _top_runs(args: argparse.Namespace) -> None:
     """What is made of whole recordings."""
     name = "--compare" if args.compare else "--trace" if args.trace is not None else "--report"
-    for other in ("demo", "web", *(("trace", "report", "once") if args.compare else ("once", "json"))):
+    for other in ("demo", "tour", "web", *(("trace", "report", "once") if args.compare else ("once", "json"))):
         if getattr(args, other):
             args.parser.error(f"argument {name}: not allowed with --{other}")
     count = 2 if args.compare else 1
@@ -385,12 +390,9 @@ def _top_runs(args: argparse.Namespace) -> None:
         args.parser.error(f"argument {name}: {'two recordings are' if count == 2 else 'one recording is'} needed")
 
     from aioengine.commands.top_runs import compare_runs, export_run
-    from aioengine_tui.terminals import can_draw, wants_ascii
 
     if args.compare:
-        on_screen = sys.stdout.isatty() and can_draw(os.environ)
-        ascii_only = args.ascii or wants_ascii(os.environ)
-        compare_runs(*args.addresses, as_json=args.json, on_screen=on_screen, theme=args.theme, ascii_only=ascii_only)
+        compare_runs(*args.addresses, as_json=args.json, theme=args.theme, ascii_only=args.ascii)
     else:
         export_run(args.addresses[0], trace=args.trace, report=args.report)
 

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import sys
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aioengine.commands.termination import EXIT_TERMINATED, signals_handled_by
+from aioengine_tui.terminals import can_draw, wants_ascii
 
 if TYPE_CHECKING:
     from textual.app import App
 
 R = TypeVar("R")
+
+
+def is_on_screen() -> bool:
+    """A terminal that can be drawn on, or a browser's page, which runs this command with its output connected to the web server."""
+    return (sys.stdout.isatty() and can_draw(os.environ)) or "TEXTUAL_DRIVER" in os.environ
+
+
+def draws_in_ascii(asked_for: bool) -> bool:
+    return asked_for or wants_ascii(os.environ)
 
 
 def run_on_screen(app: App[R]) -> R | None:

@@ -12,6 +12,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from aioengine.commands.on_screen import run_on_screen
+from aioengine.commands.on_screen import draws_in_ascii, is_on_screen, run_on_screen
 from aioengine.commands.runtime import interrupts_leave_at_once, run, status
 from aioengine.commands.termination import EXIT_TERMINATED, signals_handled_by
 from aioengine.commands.top_fleet import find_addresses, print_fleet, show_fleet
@@ -31,10 +32,11 @@ from aioengine.printable import printable_json
 from aioengine_tui.model.state import DashboardState
 from aioengine_tui.model.state_json import state_to_json
 from aioengine_tui.plain import render_plain
-from aioengine_tui.terminals import as_ascii, can_draw
+from aioengine_tui.terminals import as_ascii
 
 if TYPE_CHECKING:
     from aioengine.config import EngineConfig
+    from aioengine_tui.app import DashboardApp
 
 _FIRST_STATE_S = 10.0  # longest wait for the first state of an engine
 _SETTLE_S = 1.5  # --once on a live engine: long enough for rates to mean something
@@ -43,8 +45,9 @@ _PLAIN_INTERVAL_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class TopSettings:
-    addresses: tuple[str, ...]  # none: the demo's engine, or those that are found
+    addresses: tuple[str, ...]  # none: the demo's engine, the tour, or those that are found
     demo: bool
+    tour: bool
     once: bool
     as_json: bool
     web: bool
@@ -52,17 +55,19 @@ class TopSettings:
     port: int
     theme: str
     refresh: float
-    ascii_only: bool
+    ascii_only: bool  # asked for; where the terminal knows no more it is so anyhow
     token: str | None
     demo_config: EngineConfig
 
 
 def top(settings: TopSettings) -> None:
     """Raises SystemExit(143) after a SIGTERM, when the terminal is as it was and the engine of --demo has ended."""
+    settings = dataclasses.replace(settings, ascii_only=draws_in_ascii(settings.ascii_only))
     with contextlib.ExitStack() as stack:
         stack.enter_context(signals_handled_by(signal.SIGTERM, _terminate))
-        # A browser's page runs this command with its standard output connected to the web server.
-        on_screen = (sys.stdout.isatty() and can_draw(os.environ)) or "TEXTUAL_DRIVER" in os.environ
+        if settings.tour:
+            _tour(settings)
+            return
         addresses: Sequence[str] = settings.addresses
         if settings.demo:
             addresses = [stack.enter_context(demo_engine(settings.demo_config))]
@@ -70,7 +75,7 @@ def top(settings: TopSettings) -> None:
             addresses = find_addresses()
         if settings.web:
             _serve(addresses, settings)
-        elif settings.once or settings.as_json or not on_screen:
+        elif settings.once or settings.as_json or not is_on_screen():
             printing = _print_states(addresses[0], settings) if len(addresses) == 1 else _print_fleet(addresses, settings)
             run(_until_terminated(printing))
         elif len(addresses) == 1:
@@ -93,7 +98,31 @@ def _show(address: str, settings: TopSettings) -> None:
     # A hundred events a second are thousands of new objects and no cycles: looking for cycles often costs a sixth of it all.
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
-    app = DashboardApp(source, theme=settings.theme, refresh=settings.refresh, ascii_only=settings.ascii_only)
+    _run_to_its_end(DashboardApp(source, theme=settings.theme, refresh=settings.refresh, ascii_only=settings.ascii_only))
+
+
+def _tour(settings: TopSettings) -> None:
+    """On a terminal the scenes; elsewhere what is said about them."""
+    from aioengine.commands.tour_recording import record_scene
+    from aioengine.commands.tour_scenes import SCENES
+    from aioengine_tui.tour import TourApp, TourSource, tour_text
+
+    with tempfile.TemporaryDirectory(prefix="aioengine-tour-") as folder:
+        scenes = [record_scene(script, Path(folder)) for script in SCENES]
+        if is_on_screen():
+            _run_to_its_end(
+                TourApp(
+                    TourSource(scenes, make_state=DashboardState),
+                    theme=settings.theme,
+                    refresh=settings.refresh,
+                    ascii_only=settings.ascii_only,
+                )
+            )
+        else:
+            print(tour_text(scenes))
+
+
+def _run_to_its_end(app: DashboardApp) -> None:
     run_on_screen(app)
     if app.return_code:
         raise AioEngineError(app.failure or "the dashboard ended with an error")

@@ -54,7 +54,7 @@ def test_a_comparison_as_text_and_as_json(path: Path, capsys: pytest.CaptureFixt
         (["a", "b", "--report", "r.html"], "argument --report: one recording is needed"),
         (["a", "b", "--compare", "--trace", "t"], "argument --compare: not allowed with --trace"),
         (["a", "--report", "r", "--web"], "argument --report: not allowed with --web"),
-        (["a", "--demo"], "argument --demo: not allowed with an address"),
+        (["a", "--demo"], "argument --demo: not allowed with another source"),
     ],
 )
 def test_arguments_that_do_not_go_together(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

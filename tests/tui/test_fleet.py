@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def member(address: str, *, num_steps: int = 0) -> Member:
     """An engine that was seen for so many steps; 0: the busy one."""
     one = Member(address)
-    items = busy_items() if not num_steps else [HEADER, SourceStatus("live", address), *_quiet_items(num_steps)]
+    items: list[StreamItem] = busy_items() if not num_steps else [HEADER, SourceStatus("live", address), *_quiet_items(num_steps)]
     for item in items:
         one.state.apply(item)
     return one

@@ -25,14 +25,16 @@ from textual.worker import Worker, WorkerError
 from aioengine.errors import AioEngineError
 from aioengine_tui.control import ControlActions
 from aioengine_tui.keymap import BINDINGS, COMMANDS
-from aioengine_tui.messages import FilterWanted, OpenFrame, OpenRequest, SortWanted
+from aioengine_tui.messages import FilterWanted, OpenFrame, OpenPrefixTree, OpenRequest, SortWanted
 from aioengine_tui.model.state import DashboardState
 from aioengine_tui.screens.base import FilterView, View
 from aioengine_tui.screens.batch import BatchView
 from aioengine_tui.screens.blocks import BlocksView
+from aioengine_tui.screens.frame import FrameView
 from aioengine_tui.screens.help import HelpView
 from aioengine_tui.screens.log import LogView
 from aioengine_tui.screens.overview import OverviewView
+from aioengine_tui.screens.prefix import PrefixView
 from aioengine_tui.screens.request import RequestView
 from aioengine_tui.screens.step import StepView
 from aioengine_tui.screens.waterfall import WaterfallView
@@ -106,6 +108,8 @@ class DashboardApp(ControlActions, App[None]):
             yield LogView(palette, session, id="log")
             yield WaterfallView(palette, session, id="waterfall")
             yield RequestView(palette, session, id="request")
+            yield FrameView(palette, session, id="frame")
+            yield PrefixView(palette, session, id="prefix")
             yield HelpView(palette, session, id="help")
         yield LineView(palette, id="replay")
         yield Input(id="entry", classes="off", compact=True)
@@ -229,6 +233,8 @@ class DashboardApp(ControlActions, App[None]):
         self.action_show(TABS[index % len(TABS)])
 
     def action_help(self) -> None:
+        if self.view.id != "help":
+            self.query_one(HelpView).explain_screen(self.view.screen_title, self.view.lines)
         self.action_show("help")
 
     def action_return(self) -> None:
@@ -245,13 +251,17 @@ class DashboardApp(ControlActions, App[None]):
 
     async def on_open_frame(self, message: OpenFrame) -> None:
         """Of a recording any step can be gone back to; of an engine the latest ones are kept in full."""
-        step, playback = self.query_one(StepView), self.source.playback
-        if not step.go_to(message.step_id) and playback is not None:
+        state, playback = self.session.state, self.source.playback
+        if state.step(message.step_id) is None and playback is not None:
             await self._do(playback.seek_step(message.step_id))
-        elif not step.go_to(message.step_id):
-            self.say(f"step {message.step_id} is no longer kept in full: the last {len(self.session.state.steps)} steps are")
+        elif state.step(message.step_id) is None:
+            self.say(f"step {message.step_id} is no longer kept in full: the last {len(state.steps)} steps are")
             return
-        self.action_show("step")
+        self.query_one(FrameView).open(message.step_id)
+        self.action_show("frame")
+
+    def on_open_prefix_tree(self, message: OpenPrefixTree) -> None:
+        self.action_show("prefix")
 
     # ------------------------------------------------------------------ pause, speed, themes, files
     def action_pause(self) -> None:
