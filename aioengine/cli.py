@@ -358,6 +358,7 @@ def _top(args: argparse.Namespace, start_time: float) -> None:
         vars(args).setdefault(f"engine_{name}", value)
     config = options.engine_config(args)
 
+    from aioengine.commands.on_screen import draws_ascii
     from aioengine.commands.top import TopSettings, top
 
     top(
@@ -372,7 +373,7 @@ def _top(args: argparse.Namespace, start_time: float) -> None:
             port=args.port,
             theme=args.theme,
             refresh=args.refresh,
-            ascii_only=args.ascii,
+            ascii_only=draws_ascii(asked=args.ascii),
             token=options.events_token(args.events_token),
             demo_config=config,
         )
@@ -389,10 +390,11 @@ def _top_runs(args: argparse.Namespace) -> None:
     if len(args.addresses) != count:
         args.parser.error(f"argument {name}: {'two recordings are' if count == 2 else 'one recording is'} needed")
 
+    from aioengine.commands.on_screen import draws_ascii
     from aioengine.commands.top_runs import compare_runs, export_run
 
     if args.compare:
-        compare_runs(*args.addresses, as_json=args.json, theme=args.theme, ascii_only=args.ascii)
+        compare_runs(*args.addresses, as_json=args.json, theme=args.theme, ascii_only=draws_ascii(asked=args.ascii))
     else:
         export_run(args.addresses[0], trace=args.trace, report=args.report)
 

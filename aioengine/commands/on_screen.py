@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 
-def is_on_screen() -> bool:
-    """A terminal that can be drawn on, or a browser's page, which runs this command with its output connected to the web server."""
+def is_screen() -> bool:
+    """Whether standard output can show one. A browser's page runs the command with its output connected to the web server."""
     return (sys.stdout.isatty() and can_draw(os.environ)) or "TEXTUAL_DRIVER" in os.environ
 
 
-def draws_in_ascii(asked_for: bool) -> bool:
-    return asked_for or wants_ascii(os.environ)
+def draws_ascii(*, asked: bool) -> bool:
+    return asked or wants_ascii(os.environ)
 
 
 def run_on_screen(app: App[R]) -> R | None:

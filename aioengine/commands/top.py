@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from aioengine.commands.on_screen import draws_in_ascii, is_on_screen, run_on_screen
+from aioengine.commands.on_screen import is_screen, run_on_screen
 from aioengine.commands.runtime import interrupts_leave_at_once, run, status
 from aioengine.commands.termination import EXIT_TERMINATED, signals_handled_by
 from aioengine.commands.top_fleet import check_addresses, find_addresses, print_fleet, show_fleet
@@ -55,7 +55,7 @@ class TopSettings:
     port: int
     theme: str
     refresh: float
-    ascii_only: bool  # asked for; where the terminal knows no more it is so anyhow
+    ascii_only: bool
     token: str | None
     demo_config: EngineConfig
 
@@ -63,7 +63,6 @@ class TopSettings:
 def top(settings: TopSettings) -> None:
     """Raises SystemExit(143) after a SIGTERM, when the terminal is as it was and the engine of --demo has ended."""
     check_addresses(settings.addresses)
-    settings = dataclasses.replace(settings, ascii_only=draws_in_ascii(settings.ascii_only))
     with contextlib.ExitStack() as stack:
         stack.enter_context(signals_handled_by(signal.SIGTERM, _terminate))
         if settings.tour:
@@ -76,7 +75,7 @@ def top(settings: TopSettings) -> None:
             addresses = find_addresses()
         if settings.web:
             _serve(addresses, settings)
-        elif settings.once or settings.as_json or not is_on_screen():
+        elif settings.once or settings.as_json or not is_screen():
             printing = _print_states(addresses[0], settings) if len(addresses) == 1 else _print_fleet(addresses, settings)
             run(_until_terminated(printing))
         elif len(addresses) == 1:
@@ -110,15 +109,9 @@ def _tour(settings: TopSettings) -> None:
 
     with tempfile.TemporaryDirectory(prefix="aioengine-tour-") as folder:
         scenes = [record_scene(script, Path(folder)) for script in SCENES]
-        if is_on_screen():
-            _run_to_its_end(
-                TourApp(
-                    TourSource(scenes, make_state=DashboardState),
-                    theme=settings.theme,
-                    refresh=settings.refresh,
-                    ascii_only=settings.ascii_only,
-                )
-            )
+        if is_screen():
+            source = TourSource(scenes, make_state=DashboardState)
+            _run_to_its_end(TourApp(source, theme=settings.theme, refresh=settings.refresh, ascii_only=settings.ascii_only))
         else:
             print(tour_text(scenes))
 

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from aioengine.commands.on_screen import draws_in_ascii, is_on_screen, run_on_screen
+from aioengine.commands.on_screen import is_screen, run_on_screen
 from aioengine.errors import AioEngineError, ConfigError
 from aioengine.printable import printable, printable_json
 from aioengine_tui.runs.compare import compare, comparison_to_json
@@ -40,10 +40,9 @@ def compare_runs(first: str, second: str, *, as_json: bool, theme: str, ascii_on
     """On the terminal, else as text or JSON."""
     comparison = compare(_read(first), _read(second))
     names = (first, second)
-    ascii_only = draws_in_ascii(ascii_only)
     if as_json:
         print(printable_json(comparison_to_json(comparison)))
-    elif is_on_screen():
+    elif is_screen():
         from aioengine_tui.runs.compare_app import CompareApp
 
         run_on_screen(CompareApp(comparison, names, theme=theme, ascii_only=ascii_only))
