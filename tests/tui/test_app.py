@@ -20,7 +20,7 @@ from aioengine_tui.widgets.line_view import LineView
 from tests.tui.support import ListSource, MadeUpEngine, busy_items
 
 SIZES = [(80, 24), (60, 16), (160, 48), (40, 10)]
-SCREENS = {"1": "overview", "2": "step", "3": "batch", "4": "blocks", "5": "log"}
+SCREENS = {"1": "overview", "2": "step", "3": "batch", "4": "blocks", "5": "log", "6": "waterfall"}
 
 Running = Callable[..., AbstractAsyncContextManager[tuple[DashboardApp, Pilot[None]]]]
 
@@ -65,7 +65,23 @@ async def test_the_step_screen_at_80x24() -> None:
     async with running(ListSource(busy_items())) as (app, pilot):
         await press(app, pilot, "2", "up", "up", "up")
         assert text_of(app, "#title").split() == ["aioengine", "top", "test", "*", "live"]
-        assert text_of(app, "#tabs").split() == ["1", "Overview", "2", "Step", "3", "Batch", "4", "KV", "blocks", "5", "Log", "step", "27"]
+        assert text_of(app, "#tabs").split() == [
+            "1",
+            "Overview",
+            "2",
+            "Step",
+            "3",
+            "Batch",
+            "4",
+            "KV",
+            "blocks",
+            "5",
+            "Log",
+            "6",
+            "Waterfall",
+            "step",
+            "27",
+        ]
         lines = app.view.text.splitlines()
         assert lines[0].startswith("─ step 24 ───")
         assert lines[0].endswith("latency 20.0ms, 3 new tokens 20.0ms after the step before")
@@ -115,7 +131,7 @@ async def test_every_screen_fits_every_size_and_can_be_saved_as_a_picture(size: 
         await press(app, pilot, "question_mark")
         assert "everywhere" in app.view.text
     pictures = read_texts(tmp_path, "*.svg")
-    assert len(pictures) == 5
+    assert len(pictures) == 6
     assert all("</svg>" in picture for picture in pictures)
 
 
@@ -143,7 +159,7 @@ async def test_nothing_has_arrived_yet() -> None:
 async def test_tab_goes_round_and_escape_comes_back() -> None:
     async with running(ListSource(busy_items())) as (app, pilot):
         await press(app, pilot, "shift+tab")
-        assert app.view.id == "log"
+        assert app.view.id == "waterfall"
         await press(app, pilot, "tab", "tab", "tab")
         assert app.view.id == "batch"
         await press(app, pilot, "down", "enter")
@@ -220,13 +236,15 @@ async def test_words_typed_into_the_filter_are_no_commands() -> None:
 async def test_blocks_of_a_request_are_lit_and_their_owner_is_a_key_away() -> None:
     async with running(ListSource(busy_items())) as (app, pilot):
         await press(app, pilot, "4")
-        assert "block 1 shared   ref_cnt 2" in app.view.text
-        assert "owners alpha, b" in app.view.text
-        await press(app, pilot, "c")
-        assert not any("#" in line for line in app.view.text.splitlines()[2:-2])
+        assert "block 1 shared   ref_cnt 2   owners alpha, beta" in app.view.text
+        assert not any("#" in line for line in app.view.text.splitlines()[2:-4])
         await press(app, pilot, "n")
-        assert "# alpha 12 blocks" in app.view.text
-        await press(app, pilot, "n", "right", "enter")
+        lit = app.session.selected
+        assert lit == "alpha"
+        assert sum(line.count("#") for line in app.view.text.splitlines()[2:-4]) == 12
+        await press(app, pilot, "c")
+        assert not any("#" in line for line in app.view.text.splitlines()[2:-4])
+        await press(app, pilot, "right", "enter")
         assert app.view.id == "request"
         assert "block table" in app.view.text
 

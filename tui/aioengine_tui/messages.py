@@ -13,6 +13,18 @@ class OpenRequest(Message):
         self.request_id = request_id
 
 
+class OpenFrame(Message):
+    """Show a step in full: what was sent, and what the worker makes of it."""
+
+    def __init__(self, step_id: int) -> None:
+        super().__init__()
+        self.step_id = step_id
+
+
+class OpenPrefixTree(Message):
+    """Show which prefixes the KV cache holds."""
+
+
 class FilterWanted(Message):
     """The user wants to type a filter for this screen."""
 

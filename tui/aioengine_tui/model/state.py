@@ -28,6 +28,7 @@ from aioengine_tui.model.metrics import HISTORY_LENGTH, SERIES, Series
 from aioengine_tui.model.rows import Lanes, Milestone, RequestRow, RequestState, Share, ShareKind, StepRecord
 from aioengine_tui.model.state_data import GapNote, Limits, SinceAttach, StateData, Totals, read_totals
 from aioengine_tui.model.waiting import Wait, WaitReason, admission_order, explain_waits
+from aioengine_tui.model.waterfall import Waterfall
 
 __all__ = [
     "BLOCK_STATES",
@@ -203,6 +204,11 @@ class DashboardState:
     @property
     def blocks(self) -> BlockMap:
         return self.data.blocks
+
+    @property
+    def waterfall(self) -> Waterfall:
+        """What every request did in the latest steps."""
+        return self.data.waterfall
 
     @property
     def log(self) -> LogBook:

@@ -15,6 +15,7 @@ from aioengine_tui.model.blocks import BlockMap
 from aioengine_tui.model.log import LogBook
 from aioengine_tui.model.metrics import History, OverlapMeter, RateWindow, SampleWindow
 from aioengine_tui.model.rows import RequestRow, StepRecord
+from aioengine_tui.model.waterfall import Waterfall
 
 RATE_WINDOW_S = 5.0
 LATENCY_WINDOW_S = 60.0
@@ -103,6 +104,7 @@ class StateData:
     requests: dict[str, RequestRow] = field(default_factory=dict)  # live ones and those being cleaned up, by arrival
     finished: dict[str, RequestRow] = field(default_factory=dict)  # the latest that ended, oldest first
     blocks: BlockMap = field(default_factory=BlockMap)
+    waterfall: Waterfall = field(default_factory=Waterfall)
     since_attach: SinceAttach = field(default_factory=SinceAttach)
     attach_time: float | None = None  # when this viewer's knowledge begins; None: nothing has come
     num_events: int = 0
@@ -149,6 +151,7 @@ class StateData:
             finished=self.finished.copy(),  # a finished row changes only if its reason comes late; it is replaced then
             steps=self.steps.copy(),
             blocks=self.blocks.copy(),
+            waterfall=self.waterfall.copy(),
             log=self.log.copy(),
             since_attach=dataclasses.replace(self.since_attach),
             rates=self.rates.copy(),

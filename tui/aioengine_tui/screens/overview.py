@@ -8,7 +8,9 @@ from typing import ClassVar, NamedTuple
 from aioengine_tui.model.metrics import HISTORY_LENGTH
 from aioengine_tui.model.state import DashboardState, Gauges, Series
 from aioengine_tui.screens.base import View
+from aioengine_tui.session import Session
 from aioengine_tui.table_file import ExportTable
+from aioengine_tui.themes import Palette
 from aioengine_tui.widgets.graph import bar, graph_lines
 from aioengine_tui.widgets.step_rows import STOP_WORDS, budget_bar, kind_tokens, step_header, step_line, step_rows
 from aioengine_tui.widgets.text import (
@@ -27,9 +29,11 @@ from aioengine_tui.widgets.text import (
     side_by_side,
     width_of,
 )
+from aioengine_tui.widgets.why_lines import Advisor, advice_lines
 
 _SPAN = ("2m ago", "1m")  # of every graph, however wide
 _MAX_PANEL_HEIGHT = 13
+_TWO_LINES_OF_ADVICE = 30  # rows
 _SETTINGS = (
     ("worker", "device", "device"),
     ("worker", "weights", "weights"),
@@ -97,10 +101,11 @@ def _short_seconds(value: float) -> str:
     return f"{value * 1e3:.0f}ms" if value < 0.9995 else f"{value:.1f}s" if value < 99.5 else f"{value:.0f}s"
 
 
-def overview_lines(state: DashboardState, width: int, height: int) -> list[Line]:
+def overview_lines(state: DashboardState, width: int, height: int, *, advisor: Advisor | None = None) -> list[Line]:
     gauges = state.gauges()
     facts = _facts(state, gauges, width, max_lines=2 if height >= 18 else 1)
     footer = _step_lines(state, width) if height >= 14 else []
+    footer += advice_lines(advisor or Advisor(), state, width, num_lines=2 if height >= _TWO_LINES_OF_ADVICE else 1)
     shown = panels(gauges, state.config("scheduler", "max_num_seqs"))
     columns = 2 if width < 105 else 3 if width < 150 else 4
     room = height - len(facts) - len(footer)
@@ -248,8 +253,12 @@ def _step_lines(state: DashboardState, width: int) -> list[Line]:
 class OverviewView(View):
     screen_title: ClassVar[str] = "Overview"
 
+    def __init__(self, palette: Palette, session: Session, *, id: str) -> None:
+        super().__init__(palette, session, id=id)
+        self.advisor = Advisor()
+
     def compose_lines(self, state: DashboardState, width: int, height: int) -> list[Line]:
-        return overview_lines(state, width, height)
+        return overview_lines(state, width, height, advisor=self.advisor)
 
     def export_table(self, state: DashboardState) -> ExportTable:
         gauges = state.gauges()

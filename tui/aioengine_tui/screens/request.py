@@ -15,6 +15,7 @@ from aioengine_tui.table_file import ExportTable
 from aioengine_tui.themes import Palette
 from aioengine_tui.widgets.request_table import state_role, state_text, token_bar
 from aioengine_tui.widgets.text import Hot, Line, Part, clean, fit, fit_line, number, pack, rule, seconds, side_by_side, wrap
+from aioengine_tui.widgets.why_lines import why_section
 
 _WIDE = 120
 _DETAIL_COLUMN = 33  # of the timeline
@@ -73,7 +74,7 @@ def page_lines(
     row: RequestRow, state: DashboardState, width: int, *, with_defaults: bool = False, answer: Answer | None = None
 ) -> list[Line]:
     """What is written and read comes first, then the life of the request, then what it was asked for and holds."""
-    head = _head(row, state, width)
+    head = [*_head(row, state, width), *why_section(state, row.request_id, width)]
     if width < _WIDE:
         texts, timeline = _texts(row, answer, width), _timeline(row, width)
         return [*head, *texts, *timeline, *_params(row, width, with_defaults=with_defaults), *_blocks(row, width)]
