@@ -122,7 +122,8 @@ class OutputStream(AsyncIterator[RequestOutput]):
 
     What was aborted in one of these ways, but for `aclose()`, can still be read to its end: an output with the finish_reason
     "abort", or an AioEngineError if its prompt was still being prepared. One reader at a time: a second `anext()` while one
-    waits raises AioEngineError.
+    waits raises AioEngineError. `call_when_ready()` and `take_ready()` are for programs that serve many streams and want
+    no task to be woken for each output.
     """
 
     __slots__ = (
@@ -216,6 +217,31 @@ class OutputStream(AsyncIterator[RequestOutput]):
             task = asyncio.current_task()
             self._reader = None if task is None else weakref.ref(task)
         return output
+
+    # ------------------------------------------------------------------ being told, instead of waiting
+    def call_when_ready(self, on_ready: Callable[[], None]) -> None:
+        """From now on `on_ready` is called when `take_ready()` has something to return, once until that is called, and nobody
+        waits. It is called from within the engine's step: it makes a note, and leaves the taking to a later turn of the loop.
+
+        A task that is woken for each output costs more than the output. The first output is waited for with `anext()`, which
+        submits the request. Raises AioEngineError before that. A stream that has ended calls nobody.
+        """
+        if self._is_over:
+            return
+        if self._collector is None or self._is_read:
+            raise AioEngineError("call_when_ready() needs a stream whose first output was read, and which nobody is reading")
+        self._collector.call_when_ready(on_ready)
+
+    def take_ready(self) -> RequestOutput | None:
+        """What has come, without waiting; None if there is nothing new, or nothing follows. Raises what `anext()` raises."""
+        collector = self._collector
+        if collector is None or not collector.is_ready:
+            return None
+        try:
+            return self._take(collector)
+        except BaseException:
+            self._end()
+            raise
 
     def _end(self) -> None:
         """Nothing follows."""
