@@ -12,7 +12,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 from aioengine.commands.runtime import interrupts_leave_at_once, run, status
 from aioengine.commands.termination import EXIT_TERMINATED, signals_handled_by
 from aioengine.errors import AioEngineError
+from aioengine.events.address import socket_folder
 from aioengine.events.sources.base import StepSource
 from aioengine.events.sources.open import open_source
 from aioengine.printable import printable_json
@@ -173,7 +173,7 @@ def demo_engine(config: EngineConfig) -> Iterator[str]:
 
     with interrupts_leave_at_once():
         resolve_model(config.model)  # here, where the progress of a first download can be seen
-    with tempfile.TemporaryDirectory(prefix="aioengine-top-") as folder:  # made 0700
+    with socket_folder() as folder:
         address, log = Path(folder) / "events.sock", Path(folder) / "engine.log"
         with log.open("wb") as log_file:
             child = subprocess.Popen(

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -145,8 +146,15 @@ def test_sigterm_gives_the_terminal_back(engine: tuple[str, subprocess.Popen[byt
     assert process.poll() is None
 
 
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """Below `tmp_path` a socket's path would be longer than the system takes, and the demo would go to /tmp."""
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as folder:
+        yield Path(folder)
+
+
 @pytest.mark.parametrize("on_screen", [True, False])
-def test_sigterm_ends_the_engine_of_the_demo(terminal: Terminal, tmp_path: Path, on_screen: bool) -> None:
+def test_sigterm_ends_the_engine_of_the_demo(terminal: Terminal, short_folder: Path, on_screen: bool) -> None:
     """The child is one of the tests' own, which starts at once."""
     program = (
         "import subprocess, sys\n"
@@ -157,8 +165,7 @@ def test_sigterm_ends_the_engine_of_the_demo(terminal: Terminal, tmp_path: Path,
         "    [sys.executable, '-m', 'tests.tui.traffic', command[3]], **options)\n"
         "sys.exit(main(['top', '--demo', *sys.argv[1:]]))\n"
     )
-    folder = tmp_path / "temporary"
-    folder.mkdir()
+    folder = short_folder
     command = [sys.executable, "-c", program, *([] if on_screen else ["--json"])]
     env = {**os.environ, "TMPDIR": str(folder)}
     if on_screen:
