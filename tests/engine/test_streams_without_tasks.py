@@ -80,8 +80,7 @@ async def test_who_does_not_take_is_called_once_and_gets_it_merged(rig: Any) -> 
     first = await anext(stream)
     calls: list[None] = []
     stream.call_when_ready(lambda: calls.append(None))
-    while rig.engine.num_unfinished_reqs:
-        await asyncio.sleep(0.001)
+    await rig.settle()
     assert len(calls) == 1
     output = stream.take_ready()
     assert output is not None
@@ -92,8 +91,7 @@ async def test_who_does_not_take_is_called_once_and_gets_it_merged(rig: Any) -> 
 async def test_what_is_there_already_is_told_at_once(rig: Any) -> None:
     stream = rig.engine.generate(PROMPT, DELTAS)
     await anext(stream)
-    while rig.engine.num_unfinished_reqs:
-        await asyncio.sleep(0.001)
+    await rig.settle()
     calls: list[None] = []
     stream.call_when_ready(lambda: calls.append(None))
     assert len(calls) == 1
