@@ -9,6 +9,9 @@ from typing import Protocol
 from aioengine.outputs import RequestOutput
 from aioengine.server.started import Started
 
+_WRITE_INTERVAL_S = 0.002
+"""No reader can tell events apart that are closer than that; a step of a model takes longer."""
+
 
 class StreamEvents(Protocol):
     """What one streamed answer says, in bytes that hold whole events; empty where there is nothing to say.
@@ -33,21 +36,43 @@ class StreamEvents(Protocol):
 class Deliveries:
     """Those that have something new. They are served together, in the turn of the loop after the engine's step.
 
-    A task for each of them that is woken for each event would cost more than the event.
+    A task for each of them that is woken for each event would cost more than the event, and so does the system's part of a
+    write: where steps follow each other faster than `_WRITE_INTERVAL_S`, the events of several go out in one write.
     """
 
     def __init__(self) -> None:
         self._ready: list[Delivery] = []
+        self._holding: list[Delivery] = []
+        self._last_write = -_WRITE_INTERVAL_S
+        self._timer: asyncio.TimerHandle | None = None
 
     def add(self, delivery: Delivery) -> None:
         if not self._ready:
             asyncio.get_running_loop().call_soon(self._serve)
         self._ready.append(delivery)
 
+    def hold(self, delivery: Delivery) -> None:
+        """It has something to write."""
+        self._holding.append(delivery)
+
     def _serve(self) -> None:
         ready, self._ready = self._ready, []
         for delivery in ready:
             delivery.serve()
+        if self._holding and self._timer is None:
+            loop = asyncio.get_running_loop()
+            wait = self._last_write + _WRITE_INTERVAL_S - loop.time()
+            if wait <= 0:
+                self._write()
+            else:
+                self._timer = loop.call_later(wait, self._write)
+
+    def _write(self) -> None:
+        self._timer = None
+        self._last_write = asyncio.get_running_loop().time()
+        holding, self._holding = self._holding, []
+        for delivery in holding:
+            delivery.write()
 
 
 class _Source:
@@ -71,7 +96,7 @@ class Delivery:
     `next_part()`. While that writes, nothing is taken: a slow reader gets several steps merged.
     """
 
-    __slots__ = ("_deliveries", "_error", "_events", "_num_live", "_pending", "_ready", "_started", "_waiter", "_write_now")
+    __slots__ = ("_deliveries", "_error", "_events", "_num_live", "_parts", "_ready", "_started", "_waiter", "_write_now")
 
     def __init__(
         self, started: Sequence[Started], events: StreamEvents, deliveries: Deliveries, write_now: Callable[[bytes], bool] | None
@@ -82,24 +107,22 @@ class Delivery:
         self._write_now = write_now
         self._num_live = len(started)
         self._ready: list[_Source] = []
-        self._pending = b""
+        self._parts: list[bytes] = []  # not written yet
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None  # of the task, while it has nothing to write
 
-    def begin(self) -> bytes:
-        """The events of the first outputs; later ones are taken from now on."""
-        parts: list[bytes] = []
+    def begin(self) -> None:
+        """Take the first outputs. Later ones are taken from now on."""
         try:
-            parts.append(self._events.begin())
+            self._parts.append(self._events.begin())
             for index, one in enumerate(self._started):
-                parts.append(self._events.take(index, one.first))
+                self._parts.append(self._events.take(index, one.first))
                 if one.first.finished:
                     self._num_live -= 1
                 else:
                     one.call_when_ready(_Source(self, index, one).note_ready)
         except Exception as exc:
             self._error = exc
-        return b"".join(parts)
 
     @property
     def is_over(self) -> bool:
@@ -108,17 +131,20 @@ class Delivery:
 
     async def next_part(self) -> bytes:
         """What is to be written next. Empty only at the end. Raises what went wrong, once what came before it was written."""
-        part = b"" if self._error is not None else self._take()
-        while not part and self._num_live and self._error is None:
+        if self._error is None:
+            self._take()
+        while True:
+            parts, self._parts = self._parts, []
+            part = b"".join(parts)
+            if part or self.is_over:
+                return part
+            if self._error is not None:
+                raise self._error
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-            part, self._pending = self._pending, b""
-        if not part and self._error is not None:
-            raise self._error
-        return part
 
     def note_ready(self, source: _Source) -> None:
         self._ready.append(source)
@@ -126,30 +152,41 @@ class Delivery:
             self._deliveries.add(self)
 
     def serve(self) -> None:
-        """Take what is new and write it, or wake the task that writes it."""
+        """Take what is new. What is to be written is held until all are told to write; the end is for the task."""
         waiter = self._waiter
         if waiter is None or waiter.done():
             return  # the task is writing, and will look for more
-        part = self._take()
-        if self._num_live and self._error is None and (not part or (self._write_now is not None and self._write_now(part))):
-            return
-        self._pending = part
-        waiter.set_result(None)
+        was_holding = bool(self._parts)
+        self._take()
+        if not self._num_live or self._error is not None:
+            waiter.set_result(None)
+        elif self._parts and not was_holding:
+            self._deliveries.hold(self)
 
-    def _take(self) -> bytes:
+    def write(self) -> None:
+        """Write what is held, or wake the task that does."""
+        waiter = self._waiter
+        if waiter is None or waiter.done() or not self._parts:
+            return  # the task has it
+        if self._write_now is not None and self._write_now(b"".join(self._parts)):
+            self._parts.clear()
+        else:
+            waiter.set_result(None)
+
+    def _take(self) -> None:
         ready = self._ready
         if not ready:
-            return b""
+            return
         self._ready = []
-        parts: list[bytes] = []
         try:
             for source in ready:
                 output = source.started.take_ready()
                 if output is None:
                     continue
-                parts.append(self._events.take(source.index, output))
+                part = self._events.take(source.index, output)
+                if part:
+                    self._parts.append(part)
                 if output.finished:
                     self._num_live -= 1
         except Exception as exc:
             self._error = exc
-        return b"".join(parts)

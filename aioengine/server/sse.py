@@ -100,12 +100,12 @@ class EventStream(Response):
 
     async def _write(self, delivery: Delivery, watch: SendWatch, send: Send) -> None:
         try:
-            part = delivery.begin()
+            delivery.begin()
+            part = await delivery.next_part()
             while not delivery.is_over:
-                if part:
-                    watch.begin()
-                    await send({"type": "http.response.body", "body": part, "more_body": True})
-                    watch.end()
+                watch.begin()
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+                watch.end()
                 part = await delivery.next_part()
             part += self._events.end()
         except Exception as exc:

@@ -53,7 +53,7 @@ def script(name: str, venv: str, *, is_light: bool = False) -> Client:
 def schemathesis(num_examples: int, *, is_light: bool) -> Client:
     checks = "not_a_server_error,response_schema_conformance"
     phases = ("--phases", "examples,fuzzing", "--max-examples", str(num_examples), "--checks", checks)
-    command = ("schemathesis", "run", "{url}/openapi.json", *phases)
+    command = ("schemathesis", "--config-file", "{here}/schemathesis.toml", "run", "{url}/openapi.json", *phases)
     return Client("schemathesis" if is_light else "schemathesis-long", "openai3", command, is_light, is_fake=True)
 
 

@@ -78,7 +78,7 @@ async def test_a_stream_says_what_the_whole_answer_says(path: str) -> None:
 @pytest.mark.parametrize("path", sorted(ASKS))
 async def test_a_program_around_the_app_sees_all_that_is_sent(path: str) -> None:
     seen: list[bytes] = []
-    async with serving(app=around(seen)) as served:
+    async with serving({"tokens_per_s": 200}, app=around(seen)) as served:
         answer = await served.post(path, {**ASKS[path], "temperature": 0, "ignore_eos": True, "stream": True})
         assert answer.body == b"".join(seen).upper()
         assert len(seen) > 5, "it came piece by piece"
@@ -98,7 +98,7 @@ async def test_streams_need_no_task_each_for_their_events() -> None:
 
 async def test_a_reader_that_rests_gets_everything_in_fewer_events() -> None:
     """It takes nothing for a while: what comes meanwhile is merged, not piled up and not lost."""
-    num_tokens = 4000
+    num_tokens = 2000
     async with serving(send_buffer=16384, max_model_len=8192) as served:
         sock = socket.socket()
         sock.setblocking(False)
