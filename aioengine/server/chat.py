@@ -112,6 +112,10 @@ class _Events(OpenAIEvents):
 
     def take(self, index: int, output: RequestOutput) -> bytes:
         """Raises RequestError for a failed request."""
+        completion = output.outputs[0]
+        if len(output.outputs) == 1 and completion.finish_reason is None and completion.text:
+            self._counts.num_output += len(completion.token_ids)  # as nearly all outputs are
+            return self._of_completion(completion)
         new = self._turn.new(output)
         if new:
             self._counts.add(output)

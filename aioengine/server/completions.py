@@ -100,6 +100,10 @@ class _Events(OpenAIEvents):
 
     def take(self, index: int, output: RequestOutput) -> bytes:
         """Raises RequestError for a failed request."""
+        completion = output.outputs[0]
+        if self._is_plain and completion.finish_reason is None and completion.text and self._n == 1 and index in self._texts:
+            self._counts.num_output += len(completion.token_ids)  # as nearly all outputs are
+            return self._plain.event(index, completion.text)
         check_error(output)
         self._counts.add(output)
         parts: list[bytes] = []

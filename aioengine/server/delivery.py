@@ -86,7 +86,10 @@ class _Source:
         self.started = started
 
     def note_ready(self) -> None:
-        self._delivery.note_ready(self)
+        delivery = self._delivery
+        delivery.ready.append(self)
+        if len(delivery.ready) == 1:
+            delivery.deliveries.add(delivery)
 
 
 class Delivery:
@@ -96,17 +99,17 @@ class Delivery:
     `next_part()`. While that writes, nothing is taken: a slow reader gets several steps merged.
     """
 
-    __slots__ = ("_deliveries", "_error", "_events", "_num_live", "_parts", "_ready", "_started", "_waiter", "_write_now")
+    __slots__ = ("_error", "_events", "_num_live", "_parts", "_started", "_waiter", "_write_now", "deliveries", "ready")
 
     def __init__(
         self, started: Sequence[Started], events: StreamEvents, deliveries: Deliveries, write_now: Callable[[bytes], bool] | None
     ) -> None:
         self._started = started
         self._events = events
-        self._deliveries = deliveries
+        self.deliveries = deliveries
         self._write_now = write_now
         self._num_live = len(started)
-        self._ready: list[_Source] = []
+        self.ready: list[_Source] = []  # have something new
         self._parts: list[bytes] = []  # not written yet
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None  # of the task, while it has nothing to write
@@ -146,11 +149,6 @@ class Delivery:
             finally:
                 self._waiter = None
 
-    def note_ready(self, source: _Source) -> None:
-        self._ready.append(source)
-        if len(self._ready) == 1:
-            self._deliveries.add(self)
-
     def serve(self) -> None:
         """Take what is new. What is to be written is held until all are told to write; the end is for the task."""
         waiter = self._waiter
@@ -161,7 +159,7 @@ class Delivery:
         if not self._num_live or self._error is not None:
             waiter.set_result(None)
         elif self._parts and not was_holding:
-            self._deliveries.hold(self)
+            self.deliveries.hold(self)
 
     def write(self) -> None:
         """Write what is held, or wake the task that does."""
@@ -174,10 +172,10 @@ class Delivery:
             waiter.set_result(None)
 
     def _take(self) -> None:
-        ready = self._ready
+        ready = self.ready
         if not ready:
             return
-        self._ready = []
+        self.ready = []
         try:
             for source in ready:
                 output = source.started.take_ready()
@@ -186,7 +184,7 @@ class Delivery:
                 part = self._events.take(source.index, output)
                 if part:
                     self._parts.append(part)
-                if output.finished:
+                if output.outputs[0].finish_reason is not None and output.finished:  # the first alone tells of nearly all
                     self._num_live -= 1
         except Exception as exc:
             self._error = exc

@@ -31,6 +31,7 @@ from aioengine.server.settings import ServerSettings
 from aioengine.server.started import Started
 from aioengine.server.timing import Determinism, timing_headers
 from aioengine.server.tracing import RequestTracer
+from aioengine.server.turnstile import Turnstile
 
 logger = get_logger(__name__)
 
@@ -64,6 +65,7 @@ class Service:
         self.start_time = int(time.time())
         self.bodies = BodyBudget(settings.max_total_body_bytes)
         self.deliveries = Deliveries()
+        self.turnstile = Turnstile()
         self.num_open = 0  # requests that are being answered, for /load
         self.determinism = Determinism(engine)
         self._metrics: EngineMetrics | None = None
@@ -114,6 +116,7 @@ class Service:
         """The body as a `kind`. Raises RequestError for what it cannot be."""
         settings = self.settings
         body = await read_body(request, max_bytes=settings.max_body_bytes, timeout_s=settings.read_timeout_s, budget=self.bodies)
+        await self.turnstile.enter()
         check_num_values(body)
         try:
             body.decode()  # fields that are ignored are not looked at below
@@ -190,6 +193,7 @@ class Service:
                 body = await self.read(request, kind)
                 with UntilClientLeaves(request.scope, request.receive):
                     response = await answer(body)
+                    await self.turnstile.enter()  # many first tokens come with one step
                 if here.started:
                     response.headers.update({**timing_headers([one.latest for one in here.started]), **self.determinism.headers()})
                 return response

@@ -206,6 +206,13 @@ class OutputStream(AsyncIterator[RequestOutput]):
         return self._collector
 
     def _take(self, collector: OutputCollector) -> RequestOutput:
+        output = self._take_now(collector)
+        if self._reader is None and not self._is_over:
+            task = asyncio.current_task()
+            self._reader = None if task is None else weakref.ref(task)
+        return output
+
+    def _take_now(self, collector: OutputCollector) -> RequestOutput:
         submission = self._submission
         assert submission is not None
         if submission.deadline.expired:
@@ -213,9 +220,6 @@ class OutputStream(AsyncIterator[RequestOutput]):
         output = collector.take_now()
         if collector.finished:
             self._end()
-        elif self._reader is None:
-            task = asyncio.current_task()
-            self._reader = None if task is None else weakref.ref(task)
         return output
 
     # ------------------------------------------------------------------ being told, instead of waiting
@@ -238,7 +242,7 @@ class OutputStream(AsyncIterator[RequestOutput]):
         if collector is None or not collector.is_ready:
             return None
         try:
-            return self._take(collector)
+            return self._take_now(collector)
         except BaseException:
             self._end()
             raise
