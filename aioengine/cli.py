@@ -319,6 +319,7 @@ examples:
     parser.add_argument(
         "--theme", choices=("dark", "light", "high-contrast", "colour-blind", "ansi"), default="dark", help="colours (default: dark)"
     )
+    parser.add_argument("--ascii", action="store_true", help="draw with ASCII alone (by itself where the locale is not UTF-8)")
     parser.add_argument("--refresh", metavar="HZ", type=float, default=4.0, help="pictures a second, 0.5 to 10 (default: 4)")
     parser.add_argument("--events-token", metavar="TOKEN", help="for an engine over TCP (default: AIOENGINE_EVENTS_TOKEN)")
     options.add_model_option(parser)
@@ -339,6 +340,7 @@ def _top(args: argparse.Namespace, start_time: float) -> None:
     config = options.engine_config(args)
 
     from aioengine.commands.top import TopSettings, top
+    from aioengine_tui.terminals import wants_ascii
 
     top(
         TopSettings(
@@ -350,6 +352,7 @@ def _top(args: argparse.Namespace, start_time: float) -> None:
             port=args.port,
             theme=args.theme,
             refresh=args.refresh,
+            ascii_only=args.ascii or wants_ascii(os.environ),
             token=options.events_token(args.events_token),
             demo_config=config,
         )

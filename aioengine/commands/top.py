@@ -29,6 +29,7 @@ from aioengine.printable import printable_json
 from aioengine_tui.model.state import DashboardState
 from aioengine_tui.model.state_json import state_to_json
 from aioengine_tui.plain import render_plain
+from aioengine_tui.terminals import as_ascii, can_draw
 
 if TYPE_CHECKING:
     from aioengine.config import EngineConfig
@@ -49,6 +50,7 @@ class TopSettings:
     port: int
     theme: str
     refresh: float
+    ascii_only: bool
     token: str | None
     demo_config: EngineConfig
 
@@ -61,7 +63,7 @@ def top(settings: TopSettings) -> None:
         if address is None:
             address = stack.enter_context(demo_engine(settings.demo_config))
         # A browser's page runs this command with its standard output connected to the web server.
-        on_screen = sys.stdout.isatty() or "TEXTUAL_DRIVER" in os.environ
+        on_screen = (sys.stdout.isatty() and can_draw(os.environ)) or "TEXTUAL_DRIVER" in os.environ
         if settings.web:
             _serve(address, settings)
         elif settings.once or settings.as_json or not on_screen:
@@ -77,7 +79,7 @@ def _show(address: str, settings: TopSettings) -> None:
     # A hundred events a second are thousands of new objects and no cycles: looking for cycles often costs a sixth of it all.
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
-    app = DashboardApp(source, theme=settings.theme, refresh=settings.refresh)
+    app = DashboardApp(source, theme=settings.theme, refresh=settings.refresh, ascii_only=settings.ascii_only)
     asyncio.run(_run_app(app))
     if app.return_code == EXIT_TERMINATED:
         raise SystemExit(EXIT_TERMINATED)
@@ -121,7 +123,7 @@ async def _print_states(address: str, settings: TopSettings) -> None:
             while True:
                 if source.playback is None:
                     state.tick(source.now())
-                _print_state(state, as_json=settings.as_json)
+                _print_state(state, as_json=settings.as_json, ascii_only=settings.ascii_only)
                 if settings.once or source.playback is not None or taking.done():
                     break
                 await asyncio.wait([taking], timeout=_PLAIN_INTERVAL_S)
@@ -145,8 +147,12 @@ async def _wait_for_state(state: DashboardState, taking: asyncio.Task[None]) -> 
         taking.result()
 
 
-def _print_state(state: DashboardState, *, as_json: bool) -> None:
-    print(printable_json(state_to_json(state)) if as_json else render_plain(state, width=100) + "\n", flush=True)
+def _print_state(state: DashboardState, *, as_json: bool, ascii_only: bool) -> None:
+    if as_json:
+        print(printable_json(state_to_json(state)), flush=True)
+        return
+    text = render_plain(state, width=100) + "\n"
+    print(as_ascii(text) if ascii_only else text, flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------- browser

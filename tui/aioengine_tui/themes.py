@@ -90,8 +90,9 @@ def textual_name(name: str) -> str:
 class Palette:
     """The style of each role under one theme. Made when the theme changes, and shared by all widgets."""
 
-    def __init__(self, theme: Theme, *, no_color: bool = False) -> None:
-        """`no_color`: attributes only (bold, reverse, underline), no colours at all."""
+    def __init__(self, theme: Theme, *, no_color: bool = False, ascii_only: bool = False) -> None:
+        """no_color: attributes only (bold, reverse, underline), no colours at all. ascii_only: the terminal knows no other signs."""
+        self.ascii_only = ascii_only
         if no_color:
             self._styles = _attribute_styles()
             return
@@ -114,15 +115,16 @@ def _styles(colors: Colors) -> dict[str, Style]:
             "text": "text", "muted": "muted", "border": "border", "accent": "accent", "good": "good", "warn": "warn", "bad": "bad",
             "prefill": "prefill", "chunk": "chunk", "decode": "decode", "resumed": "resumed", "prefix": "cached",
             "waiting": "muted", "running": "good", "preempted": "warn", "finished": "muted", "cleaning_up": "bad", "aborted": "bad",
-            "block_free": "border", "block_cached": "cached", "block_used": "prefill", "block_shared": "shared",
+            "block_empty": "border", "block_free_cached": "cached", "block_used": "prefill", "block_shared": "shared",
             "lane_schedule": "prefill", "lane_execute": "decode", "lane_sample": "chunk", "lane_update": "resumed",
             "graph": "accent", "graph2": "resumed", "budget_left": "border",
         }.items()
     }  # fmt: skip
-    dim = {} if colors.muted != "default" else {role: Style(dim=True) for role in ("muted", "border", "waiting", "finished", "block_free")}
+    dim = {} if colors.muted != "default" else {role: Style(dim=True) for role in ("muted", "border", "waiting", "finished", "block_empty")}
     bold = {
         "title": Style(color=colors.accent, bold=True), "value": Style(color=colors.text, bold=True),
         "key": Style(color=colors.accent, bold=True), "header": Style(color=colors.muted, underline=True),
+        "header_on": Style(color=colors.accent, underline=True, bold=True),
         "alert": Style(color=colors.bad, bold=True), "stale": Style(color=colors.warn, italic=True),
         "block_allocated": Style(color=colors.good, bold=True), "block_released": Style(color=colors.bad, bold=True),
         "block_lit": Style(color=colors.warn, bold=True),
@@ -135,11 +137,12 @@ def _attribute_styles() -> dict[str, Style]:
     """Every role by attributes alone, for NO_COLOR."""
     plain, bold, dim = Style(), Style(bold=True), Style(dim=True)
     styles = dict.fromkeys(_styles(_DARK), plain)
-    for role in ("muted", "border", "waiting", "finished", "block_free", "budget_left", "prefix"):
+    for role in ("muted", "border", "waiting", "finished", "block_empty", "budget_left", "prefix"):
         styles[role] = dim
     for role in ("title", "value", "key", "bad", "alert", "warn", "preempted", "aborted", "block_allocated", "block_released"):
         styles[role] = bold
     styles["header"] = Style(underline=True)
+    styles["header_on"] = Style(underline=True, bold=True)
     styles["stale"] = Style(italic=True)
     styles["cursor"] = styles["tab_on"] = Style(reverse=True)
     styles["block_lit"] = Style(bold=True, underline=True)

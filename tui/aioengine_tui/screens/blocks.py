@@ -14,6 +14,7 @@ from aioengine_tui.session import Session
 from aioengine_tui.table_file import ExportTable
 from aioengine_tui.themes import Palette
 from aioengine_tui.widgets.block_grid import GridLayout, grid_lines, legend
+from aioengine_tui.widgets.glyphs import BLOCK_WORDS
 from aioengine_tui.widgets.text import Line, Part, clean, fit, fit_line, fit_middle, number, percent, side_by_side
 
 _RECENT_STEPS = 2
@@ -71,7 +72,7 @@ class BlocksView(View):
         if owners:
             self.post_message(OpenRequest(owners[0]))
 
-    def on_click(self, event: events.Click) -> None:
+    async def on_click(self, event: events.Click) -> None:
         cell = self._layout.cell_at(event.x, event.y - self._grid_row)
         if cell is not None:
             self.cursor = self._layout.blocks_of(cell).start
@@ -106,8 +107,8 @@ class BlocksView(View):
         usage = blocks.num_used / blocks.num_blocks
         counts = (
             ("used", f"{blocks.num_used}/{blocks.num_blocks} ({percent(usage)})"), ("shared", blocks.num_shared),
-            ("cached", blocks.num_free_cached), ("free", blocks.num_free - blocks.num_free_cached),
-            ("evicted", state.totals.num_evicted_blocks),
+            ("free", f"{blocks.num_free} ({blocks.num_free_cached} cached)"),
+            ("evicted" if state.totals.origin == "engine" else "evicted since attach", state.totals.num_evicted_blocks),
         )  # fmt: skip
         for label, value in counts:
             line += [Part(f"{label} ", "muted"), Part(f"{value}  ", "value")]
@@ -118,10 +119,11 @@ class BlocksView(View):
         info = state.block(self.cursor, recent_steps=_RECENT_STEPS)
         span = self._layout.blocks_of(self._layout.cell_of(self.cursor)) if self._layout.per_cell > 1 else None
         where = f"{span.start}-{span.stop - 1}, the first: " if span else ""
+        word = BLOCK_WORDS.get(info.state, info.state)
         first: Line = [
-            Part("block ", "muted"), Part(f"{where}{info.block_id} ", "value"), Part(info.state, f"block_{info.state}"),
+            Part("block ", "muted"), Part(f"{where}{info.block_id} ", "value"), Part(word, f"block_{info.state}"),
             Part("   ref_cnt ", "muted"), Part(str(info.ref_cnt), "value"), Part("   hash ", "muted"),
-            Part(info.block_hash or ("known to the cache" if info.is_cached else "-")), Part("   last use ", "muted"),
+            Part((info.block_hash or "")[:8] or ("known to the cache" if info.is_cached else "-")), Part("   last use ", "muted"),
             Part(f"step {info.last_use_step}" if info.last_use_step else "never seen"), Part("   owners ", "muted"),
             Part(", ".join(clean(owner) for owner in info.owners) or "nobody", "accent"),
         ]  # fmt: skip

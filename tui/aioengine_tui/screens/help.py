@@ -15,7 +15,7 @@ _KEYS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     (
         "everywhere",
         (
-            ("1 2 3 4 5", "overview, step, batch, KV blocks, log; tab and shift+tab go round"),
+            ("1 2 3 4 5 6", "overview, step, batch, KV blocks, log, waterfall (w); tab and shift+tab go round"),
             ("p or space", "pause the view; events are still taken in. In a recording: play or pause"),
             ("? or F1", "this help; esc goes back"),
             ("t", "next theme; ctrl+p has all of them and every command"),
@@ -35,6 +35,9 @@ _KEYS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
             ("F", "batch: the cursor follows its request, or stays on its row"),
             ("d", "batch: with or without requests that ended"),
             ("l", "step: lanes on or off"),
+            ("← →", "waterfall: the column; shift: ten of them, home: the oldest, end: follow the latest"),
+            ("z Z m", "waterfall: more or less in a column; steps or milliseconds"),
+            ("o", "waterfall: the step of the column; enter: the request, or the step above the rows"),
             ("n N c", "KV blocks: light the blocks of the next, the previous, no request"),
         ),
     ),

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import itemgetter
 
-from aioengine_tui.model.blocks import ALLOCATED, BLOCK_STATES, CACHED, FREE, RELEASED, SHARED, USED
-from aioengine_tui.widgets.glyphs import BLOCK_GLYPHS, EIGHTHS, LIT
+from aioengine_tui.model.blocks import ALLOCATED, BLOCK_STATES, EMPTY, FREE_CACHED, RELEASED, SHARED, USED
+from aioengine_tui.widgets.glyphs import BLOCK_GLYPHS, BLOCK_WORDS, EIGHTHS, LIT
 from aioengine_tui.widgets.text import Line, Part
 
 _LOOKS = tuple((BLOCK_GLYPHS[name], f"block_{name}") for name in BLOCK_STATES)  # by code
@@ -96,7 +96,7 @@ def _cell(codes: bytes, cell: int, per_cell: int) -> tuple[str, str]:
         return _LOOKS[SHARED]
     if num_owned:
         return EIGHTHS[max(1, num_owned * 8 // len(part))], _LOOKS[USED][1]
-    return _LOOKS[CACHED if CACHED in part else FREE]
+    return _LOOKS[FREE_CACHED if FREE_CACHED in part else EMPTY]
 
 
 def _run_lengths(cells: list[tuple[str, str]], cell_width: int) -> Line:
@@ -110,5 +110,5 @@ def legend(per_cell: int) -> Line:
     line: Line = []
     for name in BLOCK_STATES:
         glyph, role = _LOOKS[BLOCK_STATES.index(name)]
-        line += [Part("▂▅█" if per_cell > 1 and name == "used" else glyph, role), Part(f" {name}  ", "muted")]
+        line += [Part("▂▅█" if per_cell > 1 and name == "used" else glyph, role), Part(f" {BLOCK_WORDS.get(name, name)}  ", "muted")]
     return [*line, Part(f"1 cell = {per_cell} block{'s' if per_cell > 1 else ''}", "muted")]
