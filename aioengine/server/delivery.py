@@ -124,16 +124,19 @@ class Delivery:
                     self._num_live -= 1
                 else:
                     one.call_when_ready(_Source(self, index, one).note_ready)
+            self._add_end()
         except Exception as exc:
             self._error = exc
 
     @property
     def is_over(self) -> bool:
-        """Every generation has ended, and what they said was taken."""
+        """Every generation has ended, and what they said was taken, the end of the stream included."""
         return self._num_live == 0 and self._error is None
 
     async def next_part(self) -> bytes:
-        """What is to be written next. Empty only at the end. Raises what went wrong, once what came before it was written."""
+        """What is to be written next. The last is empty if it was written already. Raises what went wrong, once what came before
+        it was written.
+        """
         if self._error is None:
             self._take()
         while True:
@@ -150,24 +153,28 @@ class Delivery:
                 self._waiter = None
 
     def serve(self) -> None:
-        """Take what is new. What is to be written is held until all are told to write; the end is for the task."""
+        """Take what is new. What is to be written is held until all are told to write."""
         waiter = self._waiter
         if waiter is None or waiter.done():
             return  # the task is writing, and will look for more
         was_holding = bool(self._parts)
         self._take()
-        if not self._num_live or self._error is not None:
+        if self._error is not None:
             waiter.set_result(None)
         elif self._parts and not was_holding:
             self.deliveries.hold(self)
 
     def write(self) -> None:
-        """Write what is held, or wake the task that does."""
+        """Write what is held, or wake the task that does. It is woken at the end in any case: hundreds of streams may end with one
+        step, and what they say last comes before their tasks clear up.
+        """
         waiter = self._waiter
         if waiter is None or waiter.done() or not self._parts:
             return  # the task has it
         if self._write_now is not None and self._write_now(b"".join(self._parts)):
             self._parts.clear()
+            if not self._num_live:
+                waiter.set_result(None)
         else:
             waiter.set_result(None)
 
@@ -186,5 +193,10 @@ class Delivery:
                     self._parts.append(part)
                 if output.outputs[0].finish_reason is not None and output.finished:  # the first alone tells of nearly all
                     self._num_live -= 1
+            self._add_end()
         except Exception as exc:
             self._error = exc
+
+    def _add_end(self) -> None:
+        if not self._num_live:
+            self._parts.append(self._events.end())

@@ -107,7 +107,6 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": part, "more_body": True})
                 watch.end()
                 part = await delivery.next_part()
-            part += self._events.end()
         except Exception as exc:
             if not isinstance(exc, (AioEngineError, RequestError)):
                 if isinstance(exc, OSError):
