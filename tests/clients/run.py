@@ -116,6 +116,7 @@ CLIENTS = (
     ),
     Client("vllm-router", "monitors", ("python", "{here}/vllm_router_client.py", "{url}", "{model}")),
     Client("vllmstat", "monitors", ("python", "{here}/vllmstat_client.py", "{url}", "{model}")),
+    script("vllm-htop", "monitors"),
 )
 
 
