@@ -85,6 +85,7 @@ class EventStream(Response):
         direct = direct_of(scope)
         delivery = Delivery(self._started, self._events, self._service.deliveries, None if direct is None else direct.write)
         watch = SendWatch(self._service.settings.send_timeout_s)
+        self._service.turnstile.num_streams += 1
         try:
             with UntilClientLeaves(scope, receive), watch:
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -94,6 +95,7 @@ class EventStream(Response):
         except (OSError, ClientDisconnect):
             pass  # the client left: there is nobody to tell
         finally:
+            self._service.turnstile.num_streams -= 1
             self._events.close()
             for one in self._started:
                 await one.close()

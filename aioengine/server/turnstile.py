@@ -13,16 +13,21 @@ class Turnstile:
     """Lets at most `num_per_turn` through in one turn of the event loop, in the order in which they come.
 
     Between two turns the engine goes on with its steps, and the streams that run get their events: a burst of hundreds of
-    requests would hold them up all together.
+    requests would hold them up all together. Where no stream runs everybody passes at once, and into one step.
+
+    num_streams: that run; whoever runs them counts them.
     """
 
     def __init__(self, num_per_turn: int = NUM_PER_TURN) -> None:
+        self.num_streams = 0
         self._num_per_turn = num_per_turn
         self._num_passed = 0  # in this turn
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._is_scheduled = False
 
     async def enter(self) -> None:
+        if not self.num_streams and not self._waiting:
+            return
         if self._num_passed < self._num_per_turn and not self._waiting:
             self._pass()
             return

@@ -10,6 +10,7 @@ from aioengine.server.turnstile import Turnstile
 
 async def test_a_few_pass_in_a_turn_in_the_order_in_which_they_came() -> None:
     turnstile = Turnstile(3)
+    turnstile.num_streams = 1
     passed: list[int] = []
 
     async def one(number: int) -> None:
@@ -28,6 +29,7 @@ async def test_a_few_pass_in_a_turn_in_the_order_in_which_they_came() -> None:
 
 async def test_who_leaves_while_it_waits_holds_nobody_up() -> None:
     turnstile = Turnstile(1)
+    turnstile.num_streams = 1
     await turnstile.enter()
     tasks = [asyncio.create_task(turnstile.enter()) for _ in range(10)]
     await asyncio.sleep(0)
@@ -36,3 +38,11 @@ async def test_who_leaves_while_it_waits_holds_nobody_up() -> None:
     await asyncio.wait_for(tasks[9], 1)
     assert all(task.cancelled() for task in tasks[:9] if not task.done() or task.cancelled())
     await asyncio.wait_for(turnstile.enter(), 1)
+
+
+async def test_where_no_stream_runs_nobody_waits() -> None:
+    turnstile = Turnstile(1)
+    tasks = [asyncio.create_task(turnstile.enter()) for _ in range(20)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert all(task.done() for task in tasks)
