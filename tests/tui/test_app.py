@@ -236,13 +236,15 @@ async def test_words_typed_into_the_filter_are_no_commands() -> None:
 async def test_blocks_of_a_request_are_lit_and_their_owner_is_a_key_away() -> None:
     async with running(ListSource(busy_items())) as (app, pilot):
         await press(app, pilot, "4")
-        assert "block 1 shared   ref_cnt 2" in app.view.text
-        assert "owners alpha, b" in app.view.text
-        await press(app, pilot, "c")
-        assert not any("#" in line for line in app.view.text.splitlines()[2:-2])
+        assert "block 1 shared   ref_cnt 2   owners alpha, beta" in app.view.text
+        assert not any("#" in line for line in app.view.text.splitlines()[2:-4])
         await press(app, pilot, "n")
-        assert "# alpha 12 blocks" in app.view.text
-        await press(app, pilot, "n", "right", "enter")
+        lit = app.session.selected
+        assert lit == "alpha"
+        assert sum(line.count("#") for line in app.view.text.splitlines()[2:-4]) == 12
+        await press(app, pilot, "c")
+        assert not any("#" in line for line in app.view.text.splitlines()[2:-4])
+        await press(app, pilot, "right", "enter")
         assert app.view.id == "request"
         assert "block table" in app.view.text
 

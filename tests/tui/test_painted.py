@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,9 +34,15 @@ from tests.tui.support import HEADER, ListSource, MadeUpEngine, busy_items, busy
 
 SIZES = [(40, 10), (47, 13), (60, 16), (80, 24), (93, 31), (120, 40), (154, 20), (200, 60), (30, 8)]
 KEYS = [
-    *"123456", "z", "Z", "m", "o", "question_mark", "escape", "p", "t", "up", "down", "pageup", "pagedown", "home", "end", "left", "right", "enter",
-    "s", "r", "F", "d", "l", "n", "N", "c", "slash", "e", "tab", "shift+tab", "plus", "minus", "P", "full_stop", "x", "S", "exclamation_mark",
+    *"123456", "z", "Z", "m", "o", "question_mark", "escape", "p", "t", "up", "down", "pageup", "pagedown", "home", "end", "left",
+    "right", "enter", "s", "r", "F", "d", "l", "n", "N", "c", "slash", "e",
+    "tab", "shift+tab", "plus", "minus", "P", "full_stop", "x", "S", "exclamation_mark",
 ]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def exports_land_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
 
 
 @asynccontextmanager
@@ -181,7 +188,9 @@ def test_no_number_is_cut_at_any_width() -> None:
     session.selected = "alpha"
     request = RequestView(palette, session, id="request")
     request.open("alpha")
-    views = [kind(palette, session, id="view") for kind in (OverviewView, StepView, BatchView, BlocksView, LogView, HelpView, WaterfallView)]
+    views = [
+        kind(palette, session, id="view") for kind in (OverviewView, StepView, BatchView, BlocksView, LogView, HelpView, WaterfallView)
+    ]
     for width in range(40, 201):
         for view in [*views, request]:
             for height in (24,) if width % 7 else (7, 16, 57):

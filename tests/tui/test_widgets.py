@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioengine_tui.model.blocks import ALLOCATED, EMPTY, FREE_CACHED, RELEASED, SHARED, USED
 from aioengine_tui.model.rows import Lanes, RequestRow, StepRecord
-from aioengine_tui.widgets.block_grid import GridLayout, grid_lines, legend
 from aioengine_tui.widgets.graph import bar, graph_lines, graph_rows, round_up
 from aioengine_tui.widgets.lanes import lane_lines, lane_window
 from aioengine_tui.widgets.request_table import Moment, request_columns, token_bar
@@ -103,36 +101,6 @@ def test_lanes_show_the_phases_of_steps_below_each_other() -> None:
 def test_work_shorter_than_a_cell_is_still_seen() -> None:
     lines = lane_lines([_step(2, 0.0)], start=0.0, end=10.0, width=19)
     assert [line_text(line)[9:].rstrip() for line in lines[:5]] == ["2", "▚", "█", "▓", "▒"]
-
-
-# ---------------------------------------------------------------------------------------------------- blocks
-def test_every_block_state_has_a_glyph_of_its_own() -> None:
-    layout = GridLayout.of(6, width=30, rows=1)
-    codes = bytes([EMPTY, FREE_CACHED, USED, SHARED, ALLOCATED, RELEASED])
-    text = line_text(grid_lines(codes, layout)[0])
-    assert text.split() == ["·", "░", "█", "▓", "+", "-"]
-    assert line_text(grid_lines(codes, layout, lit=[3], cursor=1)[0]).split() == ["░", "#", "▓", "+", "-"]
-
-
-@pytest.mark.parametrize(("num_blocks", "width", "rows"), [(1, 1, 1), (119, 80, 17), (10_000, 80, 17), (10_000, 60, 9), (65_536, 160, 40)])
-def test_all_blocks_fall_on_cells_that_fit(num_blocks: int, width: int, rows: int) -> None:
-    layout = GridLayout.of(num_blocks, width=width, rows=rows)
-    lines = grid_lines(bytes(num_blocks), layout)
-    assert len(lines) <= rows
-    assert all(width_of(line_text(line)) <= width for line in lines)
-    assert [block for cell in range(layout.num_cells) for block in layout.blocks_of(cell)] == list(range(1, num_blocks + 1))
-    for block in (1, num_blocks):
-        cell = layout.cell_of(block)
-        x, y = layout.gutter + cell % layout.columns * layout.cell_width, cell // layout.columns
-        assert layout.cell_at(x, y) == cell
-    assert layout.cell_at(width, 0) is None
-
-
-def test_a_cell_of_several_blocks_shows_how_many_are_owned() -> None:
-    layout = GridLayout(num_blocks=40, columns=5, rows=1, per_cell=8, cell_width=1, gutter=0)
-    codes = bytes([USED] * 8 + [USED] * 4 + [EMPTY] * 4 + [USED] + [EMPTY] * 7 + [SHARED] * 5 + [USED] * 3 + [EMPTY] * 7 + [RELEASED])
-    assert line_text(grid_lines(codes, layout)[0]) == "█▄▁▓-"
-    assert "1 cell = 8 blocks" in line_text(legend(8))
 
 
 # ---------------------------------------------------------------------------------------------------- tables

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,7 +17,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import BindingType
 from textual.events import Resize
-from textual.filter import Monochrome, NoColor
 from textual.screen import Screen
 from textual.timer import Timer
 from textual.widgets import ContentSwitcher, Input
@@ -25,23 +25,27 @@ from textual.worker import Worker, WorkerError
 from aioengine.errors import AioEngineError
 from aioengine_tui.control import ControlActions
 from aioengine_tui.keymap import BINDINGS, COMMANDS
-from aioengine_tui.messages import FilterWanted, OpenFrame, OpenRequest, SortWanted
+from aioengine_tui.messages import FilterWanted, OpenFrame, OpenPrefixTree, OpenRequest, SortWanted
 from aioengine_tui.model.state import DashboardState
 from aioengine_tui.screens.base import FilterView, View
 from aioengine_tui.screens.batch import BatchView
 from aioengine_tui.screens.blocks import BlocksView
+from aioengine_tui.screens.frame import FrameView
 from aioengine_tui.screens.help import HelpView
 from aioengine_tui.screens.log import LogView
 from aioengine_tui.screens.overview import OverviewView
+from aioengine_tui.screens.prefix import PrefixView
 from aioengine_tui.screens.request import RequestView
 from aioengine_tui.screens.step import StepView
 from aioengine_tui.screens.waterfall import WaterfallView
 from aioengine_tui.session import Session
-from aioengine_tui.table_file import ExportFormat, write_table
+from aioengine_tui.table_file import ExportFormat, table_text, without_foreign_fonts, write_new_file
 from aioengine_tui.terminals import driver_for_stdout
 from aioengine_tui.themes import THEME_NAMES, THEMES, Palette, textual_name
-from aioengine_tui.widgets.chrome import keys_line, replay_line, tabs_line, title_line, warnings_line
+from aioengine_tui.theming import set_up_theme
+from aioengine_tui.widgets.chrome import keys_line, tabs_line, title_line, warnings_line
 from aioengine_tui.widgets.line_view import LineView
+from aioengine_tui.widgets.replay_bar import replay_line
 from aioengine_tui.widgets.text import Part
 
 if TYPE_CHECKING:
@@ -86,17 +90,7 @@ class DashboardApp(ControlActions, App[None]):
         self._consumer: Worker[None] | None = None
         # Of an engine one asks first how it does, of a recording what happened.
         self._first = self._back_to = "overview" if source.playback is None else "waterfall"
-        for own in THEMES.values():
-            self.register_theme(own)
-        if self.no_color:
-            # Textual 8.2.8 decides by the default theme how to drop colours. Under an ansi theme its monochrome filter
-            # then takes the terminal's default colours for black, both of them: black on black. Removing colours
-            # altogether is right under every theme, and leaves bold, reverse and underline.
-            self._filters = [line_filter for line_filter in self._filters if not isinstance(line_filter, Monochrome)]
-            if not any(isinstance(line_filter, NoColor) for line_filter in self._filters):
-                self._filters.append(NoColor())
-            theme = "ansi"
-        self.theme = textual_name(theme)
+        set_up_theme(self, theme)
         self._apply_palette()
 
     # ------------------------------------------------------------------ life
@@ -114,6 +108,8 @@ class DashboardApp(ControlActions, App[None]):
             yield LogView(palette, session, id="log")
             yield WaterfallView(palette, session, id="waterfall")
             yield RequestView(palette, session, id="request")
+            yield FrameView(palette, session, id="frame")
+            yield PrefixView(palette, session, id="prefix")
             yield HelpView(palette, session, id="help")
         yield LineView(palette, id="replay")
         yield Input(id="entry", classes="off", compact=True)
@@ -180,7 +176,7 @@ class DashboardApp(ControlActions, App[None]):
         warnings = warnings_line(self.session, width, note=self.note)
         self._line("#warnings", warnings)
         playback = self.source.playback
-        self._line("#replay", replay_line(state.status, state, width) if playback is not None else None)
+        self._line("#replay", replay_line(playback, state.status, state, width) if playback is not None else None)
         common = _REPLAY_HINTS if playback is not None else _COMMON_HINTS
         own = self.view.key_hints
         self._line("#keys", keys_line([*own[:4], *common, *own[4:]] if width >= 70 else [*common[:1], *own, *common[1:]], width))
@@ -237,6 +233,8 @@ class DashboardApp(ControlActions, App[None]):
         self.action_show(TABS[index % len(TABS)])
 
     def action_help(self) -> None:
+        if self.view.id != "help":
+            self.query_one(HelpView).explain_screen(self.view.screen_title, self.view.lines)
         self.action_show("help")
 
     def action_return(self) -> None:
@@ -253,13 +251,17 @@ class DashboardApp(ControlActions, App[None]):
 
     async def on_open_frame(self, message: OpenFrame) -> None:
         """Of a recording any step can be gone back to; of an engine the latest ones are kept in full."""
-        step, playback = self.query_one(StepView), self.source.playback
-        if not step.go_to(message.step_id) and playback is not None:
+        state, playback = self.session.state, self.source.playback
+        if state.step(message.step_id) is None and playback is not None:
             await self._do(playback.seek_step(message.step_id))
-        elif not step.go_to(message.step_id):
-            self.say(f"step {message.step_id} is no longer kept in full: the last {len(self.session.state.steps)} steps are")
+        elif state.step(message.step_id) is None:
+            self.say(f"step {message.step_id} is no longer kept in full: the last {len(state.steps)} steps are")
             return
-        self.action_show("step")
+        self.query_one(FrameView).open(message.step_id)
+        self.action_show("frame")
+
+    def on_open_prefix_tree(self, message: OpenPrefixTree) -> None:
+        self.action_show("prefix")
 
     # ------------------------------------------------------------------ pause, speed, themes, files
     def action_pause(self) -> None:
@@ -291,20 +293,27 @@ class DashboardApp(ControlActions, App[None]):
         if table is None:
             self.say("there is nothing to save on this screen")
             return
-        try:
-            path = write_table(table, folder=self.folder, stem=self._file_stem(), form=form)
-        except OSError as exc:
-            self.say(f"cannot save to {self.folder}: {exc.strerror}")
-            return
-        self.say(f"{len(table.rows)} rows saved to {path}")
+        self._save(table_text(table, form), form, what=f"{len(table.rows)} rows")
 
     def action_picture(self) -> None:
+        self._save(self.export_screenshot(), "svg", what="picture")
+
+    def export_screenshot(self, *, title: str | None = None, simplify: bool = False) -> str:
+        """The screen as SVG."""
+        return without_foreign_fonts(super().export_screenshot(title=title, simplify=simplify))
+
+    def _save(self, text: str, suffix: str, *, what: str) -> None:
+        """To a new file here; in a browser's page to the browser, which is perhaps elsewhere."""
+        if self.is_web:
+            self.deliver_text(io.StringIO(text, newline=""), save_filename=f"{self._file_stem()}.{suffix}")
+            self.say(f"{what} sent to the browser")
+            return
         try:
-            path = self.save_screenshot(f"{self._file_stem()}.svg", str(self.folder))
+            path = write_new_file(text, folder=self.folder, stem=self._file_stem(), suffix=suffix)
         except OSError as exc:
             self.say(f"cannot save to {self.folder}: {exc.strerror}")
             return
-        self.say(f"picture saved to {path}")
+        self.say(f"{what} saved to {path}")
 
     def _file_stem(self) -> str:
         return f"aioengine-{self.view.id}-step{self.session.state.last_step_id}"

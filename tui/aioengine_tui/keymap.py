@@ -36,12 +36,20 @@ BINDINGS: list[BindingType] = [
     Binding("q", "quit", "quit", show=False),
 ]
 
+TOUR_BINDINGS: list[BindingType] = [
+    Binding("n", "scene(1)", "next scene", show=False, priority=True),
+    Binding("b", "scene(-1)", "scene before", show=False, priority=True),
+    Binding("r", "replay_scene", "this scene again", show=False, priority=True),
+]
+
 COMMANDS: tuple[tuple[str, str, str], ...] = (
     ("Overview", "The engine at a glance", "show('overview')"),
     ("Step", "One step in full, and the timeline", "show('step')"),
     ("Batch", "A row per request", "show('batch')"),
     ("KV blocks", "Every block a cell", "show('blocks')"),
     ("Log", "What happened, in words", "show('log')"),
+    ("Frame", "One step field by field, and what the worker does with it", "show('frame')"),
+    ("Prefix tree", "Which prefixes the KV cache holds", "show('prefix')"),
     ("Waterfall", "A row per request, a column per step", "show('waterfall')"),
     ("Pause view", "Freeze the screen; events are still taken in (in a recording: play or pause)", "pause"),
     ("Export CSV", "Save what the screen shows as CSV", "export('csv')"),

@@ -14,11 +14,15 @@ class OpenRequest(Message):
 
 
 class OpenFrame(Message):
-    """Show a step in full."""
+    """Show a step in full: what was sent, and what the worker makes of it."""
 
     def __init__(self, step_id: int) -> None:
         super().__init__()
         self.step_id = step_id
+
+
+class OpenPrefixTree(Message):
+    """Show which prefixes the KV cache holds."""
 
 
 class FilterWanted(Message):

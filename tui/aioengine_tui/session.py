@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from aioengine_tui.model.owner_marks import OwnerMarks
 from aioengine_tui.model.state import DashboardState
 
 
@@ -24,6 +25,7 @@ class Session:
         self._frozen: DashboardState | None = None
         self.selected: str | None = None  # a request id
         self.answers: dict[str, Answer] = {}  # by request id: prompts sent from here, the latest
+        self.owner_marks = OwnerMarks()  # the colours and letters of requests, alike on every screen
 
     @property
     def state(self) -> DashboardState:

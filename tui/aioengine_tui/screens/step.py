@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 
+from aioengine_tui.messages import OpenFrame
 from aioengine_tui.model.log import plural
 from aioengine_tui.model.state import DashboardState, StepRecord
 from aioengine_tui.screens.base import ListView
@@ -55,6 +56,7 @@ class StepView(ListView):
     screen_title: ClassVar[str] = "Step"
     key_hints: ClassVar[tuple[tuple[str, str], ...]] = (
         ("↑↓", "choose step"),
+        ("enter", "field by field"),
         ("end", "follow"),
         ("z", "zoom in"),
         ("Z", "out"),
@@ -62,6 +64,7 @@ class StepView(ListView):
     )
 
     BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter", "open", "the step field by field", show=False),
         Binding("l", "lanes", "lanes on or off", show=False),
         Binding("z", "zoom(-1)", "fewer steps in the lanes", show=False),
         Binding("Z", "zoom(1)", "more steps in the lanes", show=False),
@@ -77,14 +80,10 @@ class StepView(ListView):
         self._for_size = (0, 0)
         self._list_end = 0
 
-    def go_to(self, step_id: int) -> bool:
-        """Put the cursor on a step; False if it is not kept in full any more."""
-        ids = [step.step_id for step in self.session.state.steps]
-        if step_id not in ids:
-            return False
-        self.scroll_state.fit(len(ids), 1 << 30)
-        self.scroll_state.go(ids.index(step_id))
-        return True
+    def action_open(self) -> None:
+        steps = self.session.state.steps
+        if steps:
+            self.post_message(OpenFrame(steps[max(0, min(self.scroll_state.cursor, len(steps) - 1))].step_id))
 
     def action_lanes(self) -> None:
         self.with_lanes = not self.with_lanes

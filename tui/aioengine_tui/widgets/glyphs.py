@@ -26,3 +26,5 @@ BLOCK_WORDS: dict[str, str] = {"free_cached": "free cached", "allocated": "taken
 BLOCK_GLYPHS: dict[str, str] = {"empty": "·", "free_cached": "░", "used": "█", "shared": "▓", "allocated": "+", "released": "-"}
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 LIT = "#"  # a block of the selected request
+PLACE = "»"  # in front of the place of a free block in the order of eviction
+EVICTED = "x"  # a block whose cached content was just lost to a new owner

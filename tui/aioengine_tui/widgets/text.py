@@ -235,6 +235,30 @@ def wrap_to(text: str, width: int, num_lines: int) -> list[str]:
     return kept
 
 
+def wrap_line(line: Line, width: int, *, indent: int = 0) -> list[Line]:
+    """The line in as many lines of at most `width` cells as it takes, broken at blanks; all but the first are indented.
+
+    A word that is wider than a line is cut, with CLIPPED.
+    """
+    indent = min(indent, width // 2)
+    lines: list[Line] = [[]]
+    used = 0
+    for text, role in line:
+        for word in re.findall(r" *[^ ]+ *|^ +$", text):
+            size, bare = width_of(word), width_of(word.rstrip(" "))
+            if used + bare > width and used > (indent if len(lines) > 1 else 0):
+                lines.append([Part(" " * indent)])
+                word = word.lstrip(" ")
+                used, size, bare = indent, width_of(word), width_of(word.rstrip(" "))
+            if used + bare > width:
+                word = fit(word.rstrip(" "), width - used)
+            elif used + size > width:
+                word = word[: len(word) - (used + size - width)]
+            lines[-1].append(Part(word, role))
+            used += width_of(word)
+    return lines
+
+
 def beside(left: Line, right: Line, width: int, *, fill: str = " ", role: str = "text") -> Line:
     """`left` at the left edge and `right` at the right edge; the right one goes when both do not fit."""
     left_size, right_size = width_of(line_text(left)), width_of(line_text(right))
