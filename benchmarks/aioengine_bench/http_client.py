@@ -11,9 +11,9 @@ import json
 import os
 import ssl
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, SupportsIndex
 from urllib.parse import urlsplit
 
 from aioengine.engine.outputs.detokenizer import TextTokenizer
@@ -37,7 +37,7 @@ class _StampedReader(asyncio.StreamReader):
 
     fed_time = 0.0
 
-    def feed_data(self, data: bytes) -> None:
+    def feed_data(self, data: Iterable[SupportsIndex]) -> None:
         self.fed_time = time.perf_counter()
         super().feed_data(data)
 
@@ -168,7 +168,7 @@ async def open_connection(remote: RemoteSpec) -> _Connection:
     loop = asyncio.get_running_loop()
     reader = _StampedReader(limit=_MAX_LINE_BYTES, loop=loop)
     protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
-    transport, _ = await loop.create_connection(lambda: protocol, parts.hostname, port, ssl=context)
+    transport, _ = await loop.create_connection(lambda: protocol, parts.hostname or "", port, ssl=context)
     return _Connection(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
 
 
