@@ -103,11 +103,25 @@ async def test_it_needs_a_first_output_that_was_read(rig: Any) -> None:
     stream = rig.engine.generate(PROMPT, DELTAS)
     with pytest.raises(AioEngineError, match="first output"):
         stream.call_when_ready(lambda: None)
-    assert stream.take_ready() is None
+    with pytest.raises(AioEngineError, match="first output"):
+        stream.take_ready()
     await stream.aclose()
+    assert stream.take_ready() is None
     ended = rig.engine.generate(PROMPT, SamplingParams(max_tokens=1))
     assert (await anext(ended)).finished
     ended.call_when_ready(pytest.fail)  # nobody is called
+
+
+async def test_another_event_loop_is_told_so(rig: Any) -> None:
+    stream = rig.engine.generate(PROMPT, SamplingParams(max_tokens=400, ignore_eos=True))
+    await anext(stream)
+
+    async def elsewhere() -> None:
+        stream.take_ready()
+
+    with pytest.raises(AioEngineError, match="another event loop"):
+        await asyncio.to_thread(asyncio.run, elsewhere())
+    await stream.aclose()
 
 
 async def test_closing_the_stream_ends_the_request(rig: Any) -> None:

@@ -228,24 +228,33 @@ class OutputStream(AsyncIterator[RequestOutput]):
         waits. It is called from within the engine's step: it makes a note, and leaves the taking to a later turn of the loop.
 
         A task that is woken for each output costs more than the output. The first output is waited for with `anext()`, which
-        submits the request. Raises AioEngineError before that. A stream that has ended calls nobody.
+        submits the request. Raises AioEngineError before that, and in another event loop. A stream that has ended calls nobody.
         """
-        if self._is_over:
-            return
-        if self._collector is None or self._is_read:
-            raise AioEngineError("call_when_ready() needs a stream whose first output was read, and which nobody is reading")
-        self._collector.call_when_ready(on_ready)
+        if not self._is_over:
+            self._begun("call_when_ready()").call_when_ready(on_ready)
 
     def take_ready(self) -> RequestOutput | None:
-        """What has come, without waiting; None if there is nothing new, or nothing follows. Raises what `anext()` raises."""
-        collector = self._collector
-        if collector is None or not collector.is_ready:
+        """What has come, without waiting; None if there is nothing new, or nothing follows. Raises what `anext()` raises, and
+        AioEngineError before the first output was read.
+        """
+        if self._is_over:
+            return None
+        collector = self._begun("take_ready()")
+        if not collector.is_ready:
             return None
         try:
             return self._take_now(collector)
         except BaseException:
             self._end()
             raise
+
+    def _begun(self, call: str) -> OutputCollector:
+        loop, collector = running_loop(), self._collector
+        if self._loop is not None and loop is not self._loop:
+            raise wrong_loop(self._loop, loop, f"{call} of a stream")
+        if collector is None or self._is_read:
+            raise AioEngineError(f"{call} needs a stream whose first output was read, and which nobody is reading")
+        return collector
 
     def _end(self) -> None:
         """Nothing follows."""
