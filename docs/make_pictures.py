@@ -4,7 +4,7 @@
     python docs/make_pictures.py --recording FILE     # of one that was made before (with --keep FILE)
 
 Every screen is drawn twice, for dark and for light pages. The moment is the busiest step of the recording; the picture of the
-README plays the steps that lead to it. A screen that is new in the dashboard gets its picture without a change here.
+README plays what follows it. A screen that is new in the dashboard gets its picture without a change here.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from textual.color import Color
 
 from aioengine.commands.demo_workload import Workload
 from aioengine.commands.options import DEMO_SETTINGS
+from aioengine.config import EngineConfig
 from aioengine.engine.async_engine import AsyncEngine
 from aioengine.events.recording.reader import read_recording
 from aioengine.events.sources.file import FileSource
@@ -47,7 +48,8 @@ SETTLE_S = 0.3  # longer than it takes to draw what was folded
 
 async def record(path: Path, seconds: float) -> None:
     """The traffic of `aioengine top --demo`, with the model, for so long."""
-    async with AsyncEngine("smollm2", record=path, publish_text=True, **DEMO_SETTINGS) as engine:
+    config = EngineConfig.from_options("smollm2", dict(DEMO_SETTINGS))
+    async with AsyncEngine(config, record=path, publish_text=True) as engine:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(Workload(engine, seed=7).run(), timeout=seconds)
 
@@ -111,9 +113,8 @@ async def draw_screens(path: Path, step_id: int) -> None:
 async def draw_played(path: Path, step_id: int) -> None:
     view = next(name for name in PLAYED if name in TABS)
     for theme in ("dark", "light"):
-        first = max(step_id - STEPS_A_FRAME * (NUM_FRAMES - 2), 1)
         frames = []
-        async with dashboard(path, first, theme=theme, size=PLAYED_SIZE) as app:
+        async with dashboard(path, step_id, theme=theme, size=PLAYED_SIZE) as app:
             app.action_show(view)
             for _ in range(NUM_FRAMES):
                 await asyncio.sleep(SETTLE_S)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from html import escape
 from itertools import groupby
 
-from rich.color import ColorTriplet
+from rich.color_triplet import ColorTriplet
 from rich.segment import Segment
 from rich.terminal_theme import TerminalTheme
 

@@ -2,10 +2,11 @@
 
 import json
 import os
+from typing import Any
 
 from openai import OpenAI
 
-WEATHER = {
+WEATHER: Any = {
     "type": "function",
     "function": {
         "name": "get_weather",
@@ -20,7 +21,7 @@ def get_weather(city: str) -> str:
 
 def main() -> None:
     client = OpenAI(base_url=os.environ.get("BASE_URL", "http://127.0.0.1:8000/v1"), api_key="none")
-    messages = [{"role": "user", "content": "What is the weather in Paris?"}]
+    messages: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
     # "required" goes by a grammar over the tools' schemas: any model's call is valid.
     first = client.chat.completions.create(model="smollm2", messages=messages, tools=[WEATHER], tool_choice="required").choices[0].message
     (call,) = first.tool_calls

@@ -66,7 +66,7 @@ def test_every_option_and_target_exists(block: Block) -> None:
             assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"there is no target {target}"
         for word in words if words[0] == "pip" else ():
             named = re.search(r"\[(.*)]", word)
-            assert {name for name in (named[1].split(",") if named else ())} <= extras.keys()
+            assert set(named[1].split(",") if named else ()) <= extras.keys()
 
 
 @pytest.fixture

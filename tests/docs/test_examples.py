@@ -52,8 +52,8 @@ def test_stream(run: Callable[..., str]) -> None:
 
 
 def test_batch(run: Callable[..., str]) -> None:
-    out = run("batch.py")
-    assert [line.split(":")[0] for line in out.splitlines() if re.match("[a-z]+:", line)] == ["cat", "dog", "horse", "whale", "bee", "owl", "fox", "frog"]
+    animals = [line.split(":")[0] for line in run("batch.py").splitlines() if re.match("[a-z]+:", line)]
+    assert animals == ["cat", "dog", "horse", "whale", "bee", "owl", "fox", "frog"]
 
 
 def test_structured_output(run: Callable[..., str]) -> None:
