@@ -258,3 +258,13 @@ def test_a_usage_mistake_is_one_line_and_status_2(
     assert captured.err.startswith("aioengine")
     assert ": error: " in captured.err
     assert message in captured.err
+
+
+@pytest.mark.model
+def test_generate_on_the_native_path_imports_neither_transformers_nor_textual() -> None:
+    code = (
+        "import sys; from aioengine.cli import main; status = main(['generate', '--raw', '--max-tokens', '2', 'Hi']); "
+        "print(); print(status, *sorted({'transformers', 'textual', 'torch'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "0 torch"

@@ -136,7 +136,7 @@ class BlocksView(View):
         return [fit_line(first, width), fit_line(second, width)]
 
     def _holders(self, state: DashboardState, rows: int) -> list[Line]:
-        """Who holds most blocks."""
+        """The requests that hold the most blocks."""
         holders = sorted((row for row in state.requests.values() if row.block_ids), key=lambda row: -row.num_blocks)
         lines: list[Line] = [[Part(fit("blocks  held by", _LIST_WIDTH), "header")]]
         for row in holders[: rows - 1]:
