@@ -299,9 +299,10 @@ def _add_top(commands: argparse._SubParsersAction[_Parser]) -> None:
         "top",
         help="watch an engine: every step, request and KV block",
         description="Watch an engine live, or replay a recording: every step, every request, every KV block.",
-        usage="aioengine top [options] [ADDRESS | FILE | --demo]",
+        usage="aioengine top [options] [ADDRESS | FILE | --demo | --tour]",
         epilog="""\
 examples:
+  aioengine top --tour                                 ten scenes that explain what such an engine does
   aioengine top --demo                                 an engine with the built-in model and varied traffic
   aioengine chat --events /tmp/e.sock                  an engine to watch; then, on another terminal:
   aioengine top /tmp/e.sock
@@ -311,6 +312,7 @@ examples:
     )
     parser.add_argument("address", metavar="ADDRESS", nargs="?", help="a Unix socket's path, tcp:HOST:PORT, or a recording's path")
     parser.add_argument("--demo", action="store_true", help="start an engine with live traffic, and watch it")
+    parser.add_argument("--tour", action="store_true", help="show, in ten scenes, what such an engine does; no model is needed")
     parser.add_argument("--once", action="store_true", help="print one state and leave")
     parser.add_argument("--json", action="store_true", help="print states as JSON, one a line")
     parser.add_argument("--web", action="store_true", help="serve the dashboard as a web page (needs aioengine[web])")
@@ -319,6 +321,7 @@ examples:
     parser.add_argument(
         "--theme", choices=("dark", "light", "high-contrast", "colour-blind", "ansi"), default="dark", help="colours (default: dark)"
     )
+    parser.add_argument("--ascii", action="store_true", help="draw with ASCII alone (by itself where the locale is not UTF-8)")
     parser.add_argument("--refresh", metavar="HZ", type=float, default=4.0, help="pictures a second, 0.5 to 10 (default: 4)")
     parser.add_argument("--events-token", metavar="TOKEN", help="for an engine over TCP (default: AIOENGINE_EVENTS_TOKEN)")
     options.add_model_option(parser)
@@ -328,8 +331,13 @@ examples:
 
 
 def _top(args: argparse.Namespace, start_time: float) -> None:
-    if args.demo == (args.address is not None):
-        args.parser.error("one of ADDRESS, FILE and --demo is needed" if not args.demo else "argument --demo: not allowed with an address")
+    num_sources = args.demo + args.tour + (args.address is not None)
+    if num_sources == 0:
+        args.parser.error("one of ADDRESS, FILE, --demo and --tour is needed")
+    if num_sources > 1:
+        args.parser.error(f"argument --{'tour' if args.tour else 'demo'}: not allowed with another source")
+    if args.tour and (args.once or args.json or args.web):
+        args.parser.error("argument --tour: not allowed with --once, --json and --web")
     if args.web and (args.once or args.json):
         args.parser.error("argument --web: not allowed with --once and --json")
     if not 0.5 <= args.refresh <= 10:
@@ -339,10 +347,12 @@ def _top(args: argparse.Namespace, start_time: float) -> None:
     config = options.engine_config(args)
 
     from aioengine.commands.top import TopSettings, top
+    from aioengine_tui.terminals import wants_ascii
 
     top(
         TopSettings(
             address=args.address,
+            tour=args.tour,
             once=args.once,
             as_json=args.json,
             web=args.web,
@@ -350,6 +360,7 @@ def _top(args: argparse.Namespace, start_time: float) -> None:
             port=args.port,
             theme=args.theme,
             refresh=args.refresh,
+            ascii_only=args.ascii or wants_ascii(os.environ),
             token=options.events_token(args.events_token),
             demo_config=config,
         )

@@ -137,7 +137,7 @@ def test_plain_top_prints_no_such_character(nasty: str, capsys: pytest.CaptureFi
     assert_printable(text, keep="\n")
     assert "alpha" in text
     assert len(text.splitlines()) == len(render_plain(folded(busy_items()), width=100).splitlines()), "no line is forged"
-    _print_state(state, as_json=True)
+    _print_state(state, as_json=True, ascii_only=False)
     out = capsys.readouterr().out
     assert out.count("\n") == 1
     assert_printable(out.removesuffix("\n"))

@@ -23,12 +23,14 @@ from typing import TYPE_CHECKING, NoReturn
 from aioengine.commands.runtime import interrupts_leave_at_once, run, status
 from aioengine.commands.termination import EXIT_TERMINATED, signals_handled_by
 from aioengine.errors import AioEngineError
+from aioengine.events.address import socket_folder
 from aioengine.events.sources.base import StepSource
 from aioengine.events.sources.open import open_source
 from aioengine.printable import printable_json
 from aioengine_tui.model.state import DashboardState
 from aioengine_tui.model.state_json import state_to_json
 from aioengine_tui.plain import render_plain
+from aioengine_tui.terminals import as_ascii, can_draw
 
 if TYPE_CHECKING:
     from aioengine.config import EngineConfig
@@ -41,7 +43,8 @@ _PLAIN_INTERVAL_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class TopSettings:
-    address: str | None  # None: --demo
+    address: str | None  # None: --demo or --tour
+    tour: bool
     once: bool
     as_json: bool
     web: bool
@@ -49,6 +52,7 @@ class TopSettings:
     port: int
     theme: str
     refresh: float
+    ascii_only: bool
     token: str | None
     demo_config: EngineConfig
 
@@ -58,10 +62,13 @@ def top(settings: TopSettings) -> None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(signals_handled_by(signal.SIGTERM, _terminate))
         address = settings.address
+        if settings.tour:
+            _tour(settings)
+            return
         if address is None:
             address = stack.enter_context(demo_engine(settings.demo_config))
         # A browser's page runs this command with its standard output connected to the web server.
-        on_screen = sys.stdout.isatty() or "TEXTUAL_DRIVER" in os.environ
+        on_screen = (sys.stdout.isatty() and can_draw(os.environ)) or "TEXTUAL_DRIVER" in os.environ
         if settings.web:
             _serve(address, settings)
         elif settings.once or settings.as_json or not on_screen:
@@ -77,7 +84,31 @@ def _show(address: str, settings: TopSettings) -> None:
     # A hundred events a second are thousands of new objects and no cycles: looking for cycles often costs a sixth of it all.
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
-    app = DashboardApp(source, theme=settings.theme, refresh=settings.refresh)
+    _run_to_its_end(DashboardApp(source, theme=settings.theme, refresh=settings.refresh, ascii_only=settings.ascii_only))
+
+
+def _tour(settings: TopSettings) -> None:
+    """On a terminal the scenes; elsewhere what is said about them."""
+    from aioengine.commands.tour_recording import record_scene
+    from aioengine.commands.tour_scenes import SCENES
+    from aioengine_tui.tour import TourApp, TourSource, tour_text
+
+    with tempfile.TemporaryDirectory(prefix="aioengine-tour-") as folder:
+        scenes = [record_scene(script, Path(folder)) for script in SCENES]
+        if sys.stdout.isatty() or "TEXTUAL_DRIVER" in os.environ:
+            _run_to_its_end(
+                TourApp(
+                    TourSource(scenes, make_state=DashboardState),
+                    theme=settings.theme,
+                    refresh=settings.refresh,
+                    ascii_only=settings.ascii_only,
+                )
+            )
+        else:
+            print(tour_text(scenes))
+
+
+def _run_to_its_end(app: DashboardApp) -> None:
     asyncio.run(_run_app(app))
     if app.return_code == EXIT_TERMINATED:
         raise SystemExit(EXIT_TERMINATED)
@@ -121,7 +152,7 @@ async def _print_states(address: str, settings: TopSettings) -> None:
             while True:
                 if source.playback is None:
                     state.tick(source.now())
-                _print_state(state, as_json=settings.as_json)
+                _print_state(state, as_json=settings.as_json, ascii_only=settings.ascii_only)
                 if settings.once or source.playback is not None or taking.done():
                     break
                 await asyncio.wait([taking], timeout=_PLAIN_INTERVAL_S)
@@ -145,8 +176,12 @@ async def _wait_for_state(state: DashboardState, taking: asyncio.Task[None]) -> 
         taking.result()
 
 
-def _print_state(state: DashboardState, *, as_json: bool) -> None:
-    print(printable_json(state_to_json(state)) if as_json else render_plain(state, width=100) + "\n", flush=True)
+def _print_state(state: DashboardState, *, as_json: bool, ascii_only: bool) -> None:
+    if as_json:
+        print(printable_json(state_to_json(state)), flush=True)
+        return
+    text = render_plain(state, width=100) + "\n"
+    print(as_ascii(text) if ascii_only else text, flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------- browser
@@ -173,7 +208,7 @@ def demo_engine(config: EngineConfig) -> Iterator[str]:
 
     with interrupts_leave_at_once():
         resolve_model(config.model)  # here, where the progress of a first download can be seen
-    with tempfile.TemporaryDirectory(prefix="aioengine-top-") as folder:  # made 0700
+    with socket_folder() as folder:
         address, log = Path(folder) / "events.sock", Path(folder) / "engine.log"
         with log.open("wb") as log_file:
             child = subprocess.Popen(

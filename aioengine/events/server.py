@@ -159,7 +159,7 @@ class EventServer:
     def _add_viewer(self, viewer: _Viewer) -> None:
         # Nothing is awaited in between: the snapshot is the state right before the first event that follows it.
         snapshot = self.snapshot_line()
-        viewer.push(self._header_line + encode_line(Welcome(control=self._control is not None)) + (snapshot or b""))
+        viewer.push(self._header_line + encode_line(Welcome(control=self._control is not None, can_read=True)) + (snapshot or b""))
         if snapshot is None:
             viewer.lose(1)
         if not self._viewers:
@@ -255,7 +255,10 @@ async def run_command(control: EngineControl, command: Command) -> Any:
                 str(arguments.get("prompt", "")),
                 max_tokens=int(arguments.get("max_tokens", 64)),
                 temperature=float(arguments.get("temperature", 0.0)),
+                chat=arguments.get("chat") is True,
             )
+        case "read":
+            return await control.read(str(arguments.get("request_id")))
 
 
 class _Viewer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -263,6 +264,28 @@ def test_a_far_seek_begins_at_a_snapshot(path: Path, tmp_path: Path, monkeypatch
     whole.close()
 
 
+def test_the_totals_at_a_place_are_the_same_by_any_way_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Far seeks begin at snapshots, and what this viewer saw itself is then less; the engine's own counts are not."""
+    monkeypatch.setattr("aioengine.engine.loop.core_events.SNAPSHOT_INTERVAL", 10)
+    monkeypatch.setattr("aioengine.events.recording.cursor._MAX_FOLDED", 40)
+    make_run(num_requests=60, record=tmp_path / "run.jsonl")
+    states, state = [], DashboardState()
+    for event in read_recording(tmp_path / "run.jsonl").events:
+        states.append(state.totals)
+        state.apply(event)
+    rng, num_less = random.Random(0), 0
+    player = RecordingCursor(tmp_path / "run.jsonl", make_state=DashboardState)
+    for _ in range(40):
+        player.seek(rng.randrange(1, len(states)))
+        totals = player.state.totals
+        assert totals == states[player.position]
+        assert totals.origin == "engine"
+        num_less += player.state.since_attach.num_output_tokens < totals.num_output_tokens
+        assert player.last_time == pytest.approx(player.state.last_event_time)
+    assert num_less > 10
+    player.close()
+
+
 # ---------------------------------------------------------------------------------------------------- the source
 @contextlib.asynccontextmanager
 async def watching(source: FileSource, state: DashboardState) -> AsyncIterator[None]:
@@ -295,6 +318,32 @@ async def test_it_plays_to_the_end_at_its_speed(path: Path) -> None:
         assert source.elapsed == pytest.approx(source.duration)
 
 
+async def test_during_a_jump_the_time_and_the_place_are_those_of_what_is_shown(path: Path) -> None:
+    state = DashboardState()
+    source = FileSource(path, make_state=DashboardState, playing=False)
+    async with watching(source, state):
+        await source.seek_step(5)
+        await until(lambda: state.last_step_id == 5)
+        before = (source.now(), source.position, source.elapsed)
+        assert before[0] == state.now
+        seeking = asyncio.create_task(source.seek_fraction(0.9))
+        num_looks = 0
+        while state.last_step_id == 5:
+            assert (source.now(), source.position, source.elapsed) == before, "the old step stands beside its own time"
+            assert state.status.position == before[1] or state.status.position is None
+            num_looks += source.seeking
+            await asyncio.sleep(0)
+        await seeking
+        assert num_looks > 2
+        await until(lambda: not source.seeking)
+        assert source.now() == state.now > before[0]
+        assert source.position == state.num_events
+        await source.seek_fraction(0.0)
+        await until(lambda: state.num_events == 0)
+        assert source.now() == state.now
+        assert (source.position, source.elapsed) == (0, 0.0)
+
+
 async def test_pause_step_seek_and_jump(path: Path) -> None:
     state = DashboardState()
     source = FileSource(path, make_state=DashboardState, playing=False)
@@ -313,12 +362,12 @@ async def test_pause_step_seek_and_jump(path: Path) -> None:
         assert state.current is not None
         assert state.current.in_flight
         assert await source.jump("preemption")
-        await until(lambda: state.num_events == source.position)
+        await until(lambda: not source.seeking and state.num_events == source.position)
         assert state.current.preempted_ids
         before = state.last_step_id
         assert before > 40
         moved = await source.jump("preemption", backwards=True)
-        await until(lambda: state.num_events == source.position)
+        await until(lambda: not source.seeking and state.num_events == source.position)
         assert (state.last_step_id < before) == moved
         assert await source.jump("slowest")
         await source.seek_fraction(1.0)
@@ -359,7 +408,7 @@ async def test_a_viewer_is_asked_for_copies_while_it_plays(path: Path, monkeypat
         kept = dict(cursor._checkpoints)
         assert [kept[place].num_events for place in kept] == list(kept) != []
         await source.step(-1)
-        await until(lambda: state.num_events == source.position)
+        await until(lambda: not source.seeking and state.num_events == source.position)
 
 
 @pytest.fixture

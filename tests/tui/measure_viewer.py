@@ -40,7 +40,7 @@ NUM_REQUESTS = 256
 NUM_BLOCKS = 10_000
 STEP_S = 0.020
 HEADER = WireHeader("0", "large", {}, 0.0, 0.0)
-SCREENS = {"overview": b"1", "step": b"2", "batch": b"3", "KV blocks": b"4", "log": b"5"}
+SCREENS = {"overview": b"1", "step": b"2", "batch": b"3", "KV blocks": b"4", "log": b"5", "waterfall": b"6"}
 
 
 class LargeEngine:

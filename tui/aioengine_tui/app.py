@@ -25,18 +25,22 @@ from textual.worker import Worker, WorkerError
 from aioengine.errors import AioEngineError
 from aioengine_tui.control import ControlActions
 from aioengine_tui.keymap import BINDINGS, COMMANDS
-from aioengine_tui.messages import FilterWanted, OpenRequest
+from aioengine_tui.messages import FilterWanted, OpenFrame, OpenPrefixTree, OpenRequest, SortWanted
 from aioengine_tui.model.state import DashboardState
 from aioengine_tui.screens.base import FilterView, View
 from aioengine_tui.screens.batch import BatchView
 from aioengine_tui.screens.blocks import BlocksView
+from aioengine_tui.screens.frame import FrameView
 from aioengine_tui.screens.help import HelpView
 from aioengine_tui.screens.log import LogView
 from aioengine_tui.screens.overview import OverviewView
+from aioengine_tui.screens.prefix import PrefixView
 from aioengine_tui.screens.request import RequestView
 from aioengine_tui.screens.step import StepView
+from aioengine_tui.screens.waterfall import WaterfallView
 from aioengine_tui.session import Session
 from aioengine_tui.table_file import ExportFormat, write_table
+from aioengine_tui.terminals import driver_for_stdout
 from aioengine_tui.themes import THEME_NAMES, THEMES, Palette, textual_name
 from aioengine_tui.widgets.chrome import keys_line, replay_line, tabs_line, title_line, warnings_line
 from aioengine_tui.widgets.line_view import LineView
@@ -45,13 +49,13 @@ from aioengine_tui.widgets.text import Part
 if TYPE_CHECKING:
     from aioengine.events.sources.base import StepSource
 
-TABS = ("overview", "step", "batch", "blocks", "log")
+TABS = ("overview", "step", "batch", "blocks", "log", "waterfall")
 REFRESH_RATES = (0.5, 1.0, 2.0, 4.0, 5.0, 10.0)
 """Pictures a second."""
 
 _MIN_WIDTH, _MIN_HEIGHT = 40, 10
 _NOTE_S = 6.0
-_COMMON_HINTS = (("?", "help"), ("1-5", "screens"), ("p", "pause"), ("t", "theme"), ("q", "quit"))
+_COMMON_HINTS = (("?", "help"), ("1-6", "screens"), ("p", "pause"), ("t", "theme"), ("q", "quit"))
 _REPLAY_HINTS = (("?", "help"), ("space", "play"), ("[ ]", "step"), ("{ }", "seek"), ("! X L", "jump"), ("+ -", "speed"), ("q", "quit"))
 
 
@@ -59,7 +63,7 @@ class DashboardApp(ControlActions, App[None]):
     """`aioengine top`.
 
     source: where the items come from; the app opens and closes it. refresh: pictures a second, at most 10.
-    theme: one of `THEME_NAMES`. folder: where exports and pictures go.
+    theme: one of `THEME_NAMES`. folder: where exports and pictures go. ascii_only: draw with the characters of ASCII.
     """
 
     TITLE = "aioengine top"
@@ -67,19 +71,23 @@ class DashboardApp(ControlActions, App[None]):
     ENABLE_COMMAND_PALETTE = True
     BINDINGS: ClassVar[list[BindingType]] = BINDINGS
 
-    def __init__(self, source: StepSource, *, theme: str = "dark", refresh: float = 4.0, folder: Path | None = None) -> None:
-        super().__init__()
+    def __init__(
+        self, source: StepSource, *, theme: str = "dark", refresh: float = 4.0, folder: Path | None = None, ascii_only: bool = False
+    ) -> None:
+        super().__init__(driver_class=driver_for_stdout())
         self.source = source
         self.session = Session(DashboardState())
         self.folder = folder if folder is not None else Path.cwd()
         self.refresh_rate = max(0.1, min(10.0, refresh))
-        self.palette = Palette(THEMES["dark"], no_color=self.no_color)
+        self.palette = Palette(THEMES["dark"], no_color=self.no_color, ascii_only=ascii_only)
+        self.ascii_only = ascii_only
         self.failure: str | None = None  # why the app ended by itself
         self.note = ""
         self._note_until = 0.0
         self._timer: Timer | None = None
         self._consumer: Worker[None] | None = None
-        self._back_to = "overview"
+        # Of an engine one asks first how it does, of a recording what happened.
+        self._first = self._back_to = "overview" if source.playback is None else "waterfall"
         for own in THEMES.values():
             self.register_theme(own)
         if self.no_color:
@@ -100,13 +108,16 @@ class DashboardApp(ControlActions, App[None]):
         yield LineView(palette, id="title")
         yield LineView(palette, id="tabs")
         yield LineView(palette, id="warnings")
-        with ContentSwitcher(id="views", initial="overview"):
+        with ContentSwitcher(id="views", initial=self._first):
             yield OverviewView(palette, session, id="overview")
             yield StepView(palette, session, id="step")
             yield BatchView(palette, session, id="batch")
             yield BlocksView(palette, session, id="blocks")
             yield LogView(palette, session, id="log")
+            yield WaterfallView(palette, session, id="waterfall")
             yield RequestView(palette, session, id="request")
+            yield FrameView(palette, session, id="frame")
+            yield PrefixView(palette, session, id="prefix")
             yield HelpView(palette, session, id="help")
         yield LineView(palette, id="replay")
         yield Input(id="entry", classes="off", compact=True)
@@ -168,8 +179,8 @@ class DashboardApp(ControlActions, App[None]):
             self.note = ""
         current = self.view.id or ""
         self._line("#title", title_line(state, self.source.address, width))
-        titles = [self.query_one(f"#{tab}", View).screen_title for tab in TABS]
-        self._line("#tabs", tabs_line(titles, TABS.index(current) if current in TABS else None, self.session.state, width))
+        tabs = [(tab, self.query_one(f"#{tab}", View).screen_title) for tab in TABS]
+        self._line("#tabs", tabs_line(tabs, current, self.session.state, width))
         warnings = warnings_line(self.session, width, note=self.note)
         self._line("#warnings", warnings)
         playback = self.source.playback
@@ -185,7 +196,7 @@ class DashboardApp(ControlActions, App[None]):
             widget.show([line])
 
     def _apply_palette(self) -> None:
-        self.palette = Palette(self.current_theme, no_color=self.no_color)
+        self.palette = Palette(self.current_theme, no_color=self.no_color, ascii_only=self.ascii_only)
         if self.is_running:
             for widget in self.query(LineView):
                 widget.set_palette(self.palette)
@@ -206,6 +217,14 @@ class DashboardApp(ControlActions, App[None]):
         if self.is_running:
             self.draw()
 
+    def unsay(self) -> None:
+        """Take the note away; the next picture is without it."""
+        self.note, self._note_until = "", 0.0
+
+    def action_press(self, key: str) -> None:
+        """A key hint was clicked: as if the key had been pressed."""
+        self.simulate_key(key)
+
     # ------------------------------------------------------------------ screens
     def action_show(self, name: str) -> None:
         switcher = self.query_one("#views", ContentSwitcher)
@@ -222,15 +241,35 @@ class DashboardApp(ControlActions, App[None]):
         self.action_show(TABS[index % len(TABS)])
 
     def action_help(self) -> None:
+        if self.view.id != "help":
+            self.query_one(HelpView).explain_screen(self.view.screen_title, self.view.lines)
         self.action_show("help")
 
     def action_return(self) -> None:
         if self.view.id not in TABS:
             self.action_show(self._back_to)
 
+    def action_open_request(self, request_id: str) -> None:
+        """A request's name was clicked."""
+        self.post_message(OpenRequest(request_id))
+
     def on_open_request(self, message: OpenRequest) -> None:
         self.query_one(RequestView).open(message.request_id)
         self.action_show("request")
+
+    async def on_open_frame(self, message: OpenFrame) -> None:
+        """Of a recording any step can be gone back to; of an engine the latest ones are kept in full."""
+        state, playback = self.session.state, self.source.playback
+        if state.step(message.step_id) is None and playback is not None:
+            await self._do(playback.seek_step(message.step_id))
+        elif state.step(message.step_id) is None:
+            self.say(f"step {message.step_id} is no longer kept in full: the last {len(state.steps)} steps are")
+            return
+        self.query_one(FrameView).open(message.step_id)
+        self.action_show("frame")
+
+    def on_open_prefix_tree(self, message: OpenPrefixTree) -> None:
+        self.action_show("prefix")
 
     # ------------------------------------------------------------------ pause, speed, themes, files
     def action_pause(self) -> None:
@@ -281,7 +320,8 @@ class DashboardApp(ControlActions, App[None]):
         return f"aioengine-{self.view.id}-step{self.session.state.last_step_id}"
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
-        yield from super().get_system_commands(screen)
+        # Textual's Maximize would take away the lines that say STALE and PAUSED.
+        yield from (command for command in super().get_system_commands(screen) if command.title not in ("Maximize", "Minimize"))
         for title, text, action in COMMANDS:
             yield SystemCommand(title, text, lambda action=action: self.call_later(self.run_action, action))
 
@@ -293,3 +333,16 @@ class DashboardApp(ControlActions, App[None]):
         view = self.view
         if isinstance(view, FilterView):
             view.set_filter(text)
+
+    def on_sort_wanted(self, message: SortWanted) -> None:
+        self.open_entry("sort", "", f"sort by: {', '.join(message.names)}")
+
+    def sort_view(self, text: str) -> None:
+        view = self.view
+        if not isinstance(view, BatchView):
+            return
+        name = next((name for name in view.sort_names if name.startswith(text.lower())), None)
+        if name is None:
+            self.say(f"no column here begins with {text!r}")
+        elif name != view.sort:
+            view.action_sort_by(name)

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable
 
 from aioengine.core.scheduler import Scheduler
 from aioengine.core.scheduler_output import SchedulerOutput
-from aioengine.engine.loop.engine_snapshot import TextSource, build_snapshot
+from aioengine.engine.loop.engine_snapshot import TextSource, TokenTimes, build_snapshot
 from aioengine.engine.loop.failure_report import describe_event, describe_output
+from aioengine.engine.loop.step_sampler import MaskTiming
 from aioengine.events.bus import StepBus
 from aioengine.events.step_event import EngineSnapshot, Event, FinishedInfo, RequestInfo, StepEvent, StepResultEvent
 from aioengine.outputs import EngineCoreOutput, FinishReason, WorkerTiming
@@ -35,6 +36,10 @@ class CoreEvents:
         self._added: list[RequestInfo] = []
         self._finished: list[FinishedInfo] = []
         self._stats_before = scheduler.make_stats()  # as of the last result
+        self._last_step: StepEvent | None = None
+        self._last_result: StepResultEvent | None = None
+        self._times: dict[str, TokenTimes] = {}  # of live requests that have been scheduled
+        self._without_token: dict[str, TokenTimes] = {}  # those of them that have no token yet
         self._is_behind = False  # an event is missing and no snapshot has told what it would have
 
     # ------------------------------------------------------------------ who came and who went
@@ -53,6 +58,8 @@ class CoreEvents:
 
     def note_finished(self, request_id: str, reason: FinishReason, stop_reason: int | str | None) -> None:
         request = self._requests.pop(request_id)
+        self._times.pop(request_id, None)
+        self._without_token.pop(request_id, None)
         self._finished.append(FinishedInfo(request_id, reason, request.num_output_tokens, stop_reason))
 
     @property
@@ -64,20 +71,26 @@ class CoreEvents:
     def publish_step(self, output: SchedulerOutput, *, queue_depth: int, schedule_start: float, schedule_end: float) -> None:
         """A step was scheduled and handed to the worker. Times in seconds of `time.perf_counter()`."""
         report = self._scheduler.take_report()
+        for new in output.scheduled_new_reqs:
+            self._times[new.req_id] = self._without_token[new.req_id] = TokenTimes(schedule_start)
         self._publish_news(
-            lambda: StepEvent(
-                step_id=output.step_id,
-                time=schedule_end,
-                output=output,
-                stats=self._scheduler.make_stats(),
-                admission_stop=report.admission_stop,
-                token_budget=self._token_budget,
-                block_changes=report.block_changes,
-                queue_depth=queue_depth,
-                schedule_start=schedule_start,
-                schedule_end=schedule_end,
-                added=self._added,
-                finished=self._finished,
+            lambda: self._keep_step(
+                StepEvent(
+                    step_id=output.step_id,
+                    time=schedule_end,
+                    output=output,
+                    stats=self._scheduler.make_stats(),
+                    admission_stop=report.admission_stop,
+                    token_budget=self._token_budget,
+                    block_changes=report.block_changes,
+                    queue_depth=queue_depth,
+                    schedule_start=schedule_start,
+                    schedule_end=schedule_end,
+                    added=self._added,
+                    finished=self._finished,
+                    stopped_req_id=report.stopped_req_id,
+                    num_blocks_needed=report.num_blocks_needed,
+                )
             )
         )
 
@@ -87,6 +100,7 @@ class CoreEvents:
         outputs: list[EngineCoreOutput],
         *,
         timing: WorkerTiming | None,
+        masks: MaskTiming | None,
         queue_depth: int,
         update_start: float,
         update_end: float,
@@ -95,27 +109,47 @@ class CoreEvents:
         stats, before = self._scheduler.make_stats(), self._stats_before
         self._stats_before = stats
         block_changes = self._scheduler.take_report().block_changes
+        if self._without_token:
+            self._note_first_tokens(outputs, time=update_end)
         self._publish_news(
-            lambda: StepResultEvent(
-                step_id=step_id,
-                time=update_end,
-                num_new_tokens={output.request_id: len(output.new_token_ids) for output in outputs},
-                stats=stats,
-                block_changes=block_changes,
-                queue_depth=queue_depth,
-                execute_start=timing.execute_start if timing else None,
-                execute_end=timing.execute_end if timing else None,
-                sample_start=timing.sample_start if timing else None,
-                sample_end=timing.sample_end if timing else None,
-                update_start=update_start,
-                update_end=update_end,
-                finished=self._finished,
-                added=self._added,
-                new_text=self._text_source.take_new_text() if self._text_source is not None else {},
-                num_draft_tokens=stats.num_draft_tokens - before.num_draft_tokens,
-                num_accepted_tokens=stats.num_accepted_tokens - before.num_accepted_tokens,
+            lambda: self._keep_result(
+                StepResultEvent(
+                    step_id=step_id,
+                    time=update_end,
+                    num_new_tokens={output.request_id: len(output.new_token_ids) for output in outputs},
+                    stats=stats,
+                    block_changes=block_changes,
+                    queue_depth=queue_depth,
+                    execute_start=timing.execute_start if timing else None,
+                    execute_end=timing.execute_end if timing else None,
+                    sample_start=timing.sample_start if timing else None,
+                    sample_end=timing.sample_end if timing else None,
+                    update_start=update_start,
+                    update_end=update_end,
+                    finished=self._finished,
+                    added=self._added,
+                    new_text=self._text_source.take_new_text() if self._text_source is not None else {},
+                    num_draft_tokens=stats.num_draft_tokens - before.num_draft_tokens,
+                    num_accepted_tokens=stats.num_accepted_tokens - before.num_accepted_tokens,
+                    grammar_start=masks.start if masks else None,
+                    grammar_end=masks.end if masks else None,
+                )
             )
         )
+
+    def _keep_step(self, event: StepEvent) -> StepEvent:
+        """For snapshots; observers may ask for one when they are told of it."""
+        self._last_step = event
+        return event
+
+    def _keep_result(self, event: StepResultEvent) -> StepResultEvent:
+        self._last_result = event
+        return event
+
+    def _note_first_tokens(self, outputs: list[EngineCoreOutput], *, time: float) -> None:
+        for output in outputs:
+            if output.new_token_ids and (times := self._without_token.pop(output.request_id, None)) is not None:
+                times.first_token_time = time
 
     def publish_snapshot(self, *, in_flight: Iterable[SchedulerOutput], paused: bool) -> None:
         """The full state, as it stands between two calls of the scheduler."""
@@ -126,7 +160,16 @@ class CoreEvents:
 
     def make_snapshot(self, *, in_flight: Iterable[SchedulerOutput], paused: bool) -> EngineSnapshot:
         """As `publish_snapshot`, for one who asks."""
-        return build_snapshot(self._scheduler, in_flight=in_flight, paused=paused, text_source=self._text_source)
+        last_step = self._last_step
+        return build_snapshot(
+            self._scheduler,
+            in_flight=in_flight,
+            paused=paused,
+            text_source=self._text_source,
+            times=self._times,
+            last_step=last_step if last_step is not None and last_step.step_id == self._scheduler.last_step_id else None,
+            last_result=self._last_result,
+        )
 
     def _publish_news(self, make: Callable[[], Event]) -> None:
         """Publish an event that tells who came and who went."""

@@ -162,6 +162,10 @@ class OutputCollector:
         """All continuations have ended."""
         return self._num_running == 0
 
+    def read_text(self) -> str:
+        """What the first continuation says so far; it stays here. Not for DELTA, where what was taken is forgotten."""
+        return "".join(self._completions[0].history.pieces)
+
     def _wake_up(self) -> None:
         self.is_ready = True
         if self._waiter is not None and not self._waiter.done():

@@ -153,7 +153,8 @@ class RecordingCursor(Generic[S]):
         self._state_position = place
         if self.position != place:
             self.position = place
-            self.index.seek(self._file, place)
+            self.index.seek(self._file, max(0, place - 1))
+            self.last_time = time_of_line(self._file.readline()) if place else None
             self._next_line = b""
 
 

@@ -104,7 +104,7 @@ class RecordingIndex:
                 self._add_result(line, step_id)
             else:
                 self._snapshots.append(position)
-            if _ABORTED in line and line.find(_ABORTED, line.rfind(_FINISHED)) >= 0:
+            if tag != b"snapshot" and _ABORTED in line and line.find(_ABORTED, line.rfind(_FINISHED)) >= 0:
                 self._aborts.append(position + 1)
         if position % STRIDE == 0:
             self._offsets.append(offset)

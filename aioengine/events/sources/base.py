@@ -80,8 +80,11 @@ class EngineControl(Protocol):
     async def abort(self, request_id: str) -> bool:
         """End a request, named as the events name it; False if it is not live."""
 
-    async def submit(self, prompt: str, *, max_tokens: int = 64, temperature: float = 0.0) -> str:
-        """Start a request whose output only the events show; returns its id."""
+    async def submit(self, prompt: str, *, max_tokens: int = 64, temperature: float = 0.0, chat: bool = False) -> str:
+        """Start a request that nobody awaits; returns its id. chat: as a user's message, where the model has a chat template."""
+
+    async def read(self, request_id: str) -> tuple[str, bool] | None:
+        """(text so far, whether it has ended) of a request of `submit()`; None if it is not one of the latest."""
 
 
 class PlaybackControl(Protocol):
@@ -102,6 +105,10 @@ class PlaybackControl(Protocol):
     @property
     def elapsed(self) -> float:
         """Seconds from the first event to the present place."""
+
+    @property
+    def seeking(self) -> bool:
+        """A jump is under way: until its state comes, `position`, `elapsed` and the source's `now` stay at what is shown."""
 
     @property
     def playing(self) -> bool: ...

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from aioengine.events.recording.cursor import Foldable, RecordingCursor
 from aioengine.events.recording.index import LANDMARKS, Landmark, RecordingIndex
@@ -20,6 +20,11 @@ _MAX_WAIT_S = 2.0  # longer silences are cut short
 _STATUS_INTERVAL_S = 0.2
 _MIN_WAIT_S = 0.04  # waking up is not free, and no viewer draws more often than ten times a second
 _SCAN_BUDGET_S = 0.01
+
+
+class _Place(NamedTuple):
+    position: int  # events before it
+    time: float | None  # of the latest of them
 
 
 class FileSource(ItemStream):
@@ -41,6 +46,8 @@ class FileSource(ItemStream):
         self._pending: deque[StreamItem] = deque()
         self._wake_up = asyncio.Event()
         self._seeking = asyncio.Lock()
+        self._arriving: _Place | None = None  # of the state of a jump that waits to be handed out
+        self._shown = _Place(0, None)  # of the latest item that was handed out
         self._scanning: asyncio.Task[None] | None = None
         self._closed = False
         self._failed = False
@@ -57,10 +64,10 @@ class FileSource(ItemStream):
     def now(self) -> float:
         if self._cursor is None:
             return 0.0
-        shown = self._cursor.last_time
+        shown = self._shown.time
         if shown is None:
             return self._cursor.index.header.perf_counter
-        if not self._playing or self._anchor_engine is None:
+        if not self._playing or self._anchor_engine is None or self.seeking:
             return shown
         upcoming = self._cursor.peek_time()
         running = self._engine_time()
@@ -88,7 +95,10 @@ class FileSource(ItemStream):
     async def __anext__(self) -> StreamItem:
         while not self._closed:
             if self._pending:
-                return self._pending.popleft()
+                told = self._pending.popleft()
+                if isinstance(told, Restored):
+                    self._shown, self._arriving = self._arriving or self._shown, None
+                return told
             if not self._playing or self._failed or self._seeking.locked():
                 await self._sleep(None)
                 continue
@@ -130,8 +140,10 @@ class FileSource(ItemStream):
         if event is None:
             self._playing = False
             self._push_status("the end of the recording")
-        elif cursor.wants_state:
-            self._want_copy()
+        else:
+            self._shown = _Place(cursor.position, cursor.last_time)
+            if cursor.wants_state:
+                self._want_copy()
         return event
 
     def _want_copy(self) -> None:
@@ -157,7 +169,7 @@ class FileSource(ItemStream):
     # ------------------------------------------------------------------ PlaybackControl
     @property
     def position(self) -> int:
-        return self._opened.position
+        return self._shown.position
 
     @property
     def length(self) -> int:
@@ -169,8 +181,12 @@ class FileSource(ItemStream):
 
     @property
     def elapsed(self) -> float:
-        cursor = self._opened
-        return 0.0 if cursor.last_time is None or cursor.position == 0 else max(0.0, cursor.last_time - cursor.index.first_time)
+        place = self._shown
+        return 0.0 if place.time is None or place.position == 0 else max(0.0, place.time - self._opened.index.first_time)
+
+    @property
+    def seeking(self) -> bool:
+        return self._seeking.locked() or self._arriving is not None
 
     @property
     def playing(self) -> bool:
@@ -224,9 +240,11 @@ class FileSource(ItemStream):
             target = find(cursor.index, cursor.position)
             if target is not None:
                 self._pending.clear()  # events from before the jump
+                self._arriving = None
                 for _ in cursor.seek_in_parts(target):
                     await asyncio.sleep(0)
                 self._anchor_engine = None
+                self._arriving = _Place(cursor.position, cursor.last_time)
                 self._pending.append(Restored(cursor.state.copy()))
         self._push_status()
         return target is not None
@@ -257,7 +275,7 @@ class FileSource(ItemStream):
             SourceStatus(
                 "playing" if state == "playing" else "paused",
                 detail or self.address,
-                position=cursor.position,
+                position=self._arriving.position if self._arriving is not None else self._shown.position,
                 length=cursor.index.num_events,
                 speed=self._speed,
             )

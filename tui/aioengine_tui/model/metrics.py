@@ -20,6 +20,7 @@ Series = Literal[
     "preempted",
     "hit_rate",  # 0..1, of the tokens looked up in the bucket; None where there were none
     "ttft",  # seconds, mean of the bucket; None where there were none
+    "queue_wait",  # seconds from arrival to the first step, of those that were admitted
     "itl",  # seconds, mean of the bucket; None where there were none
     "overlap",  # 0..1; None where no step came back
 ]
@@ -43,6 +44,10 @@ class RateWindow:
             entries.popleft()
         entries.append((time, *values))
 
+    def start(self, time: float) -> None:
+        """What happens from here on is seen: the window does not reach further back."""
+        self._first_time = time
+
     def sums(self, now: float) -> list[float]:
         sums = [0.0] * self.num_values
         start = now - self.seconds
@@ -54,13 +59,14 @@ class RateWindow:
         return sums
 
     def rates(self, now: float) -> list[float]:
-        """A second. The window is shorter right after the start, and where its capacity does not reach back so far."""
+        """A second, over the time since the start, at most `seconds`; less where the capacity does not reach back so far."""
         if not self._entries or self._first_time is None:
             return [0.0] * self.num_values
         span = min(self.seconds, now - self._first_time)
         if len(self._entries) == self._entries.maxlen:
             span = min(span, now - self._entries[0][0])
-        span = max(span, HISTORY_BUCKET_S)
+        if span <= 0:
+            return [0.0] * self.num_values
         return [total / span for total in self.sums(now)]
 
     def copy(self) -> RateWindow:
@@ -117,6 +123,8 @@ class _Bucket:
     hits: int = 0
     ttft_sum: float = 0.0
     ttft_count: int = 0
+    queue_wait_sum: float = 0.0
+    queue_wait_count: int = 0
     itl_sum: float = 0.0
     itl_count: int = 0
     host: float = 0.0
@@ -132,6 +140,8 @@ class _Bucket:
                 return self.hits / self.queries if self.queries else None
             case "ttft":
                 return self.ttft_sum / self.ttft_count if self.ttft_count else None
+            case "queue_wait":
+                return self.queue_wait_sum / self.queue_wait_count if self.queue_wait_count else None
             case "itl":
                 return self.itl_sum / self.itl_count if self.itl_count else None
             case "overlap":
