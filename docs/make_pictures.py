@@ -4,7 +4,7 @@
     python docs/make_pictures.py --recording FILE     # of one that was made before (with --keep FILE)
 
 Every screen is drawn twice, for dark and for light pages. The moment is the busiest step of the recording; the picture of the
-README plays what follows it. A screen that is new in the dashboard gets its picture without a change here.
+README plays the steps around it. A screen that is new in the dashboard gets its picture without a change here.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ TOUR_STEPS, TOUR_SIZE = (1, 5, 25), (100, 18)
 SIZE = (120, 34)
 RECORDED_S = 45.0
 PLAYED = ("waterfall", "step")  # of these the README plays the first that the dashboard has
-PLAYED_SIZE, NUM_FRAMES, FRAME_S, STEPS_A_FRAME = (110, 30), 20, 0.5, 2
+PLAYED_SIZE, NUM_FRAMES, FRAME_S, STEPS_A_FRAME = (110, 30), 20, 0.5, 3
+BEFORE, AFTER = 60, 40  # the steps that count for how busy a moment is
 SETTLE_S = 0.3  # longer than it takes to draw what was folded
 
 
@@ -55,15 +56,17 @@ async def record(path: Path, seconds: float) -> None:
 
 
 def busiest_step(path: Path) -> int:
-    """The step in which the most happened: many requests, some of them new, with preemptions if there were any."""
+    """The step around which the most happens: many requests, new ones and preemptions, in the steps before it and after it."""
     steps = [event for event in read_recording(path).events if isinstance(event, StepEvent)]
-    return max(steps[len(steps) // 2 :], key=_much_happens).step_id
+    happens = [_how_much_happens(event) for event in steps]
+    best = max(range(BEFORE, len(steps) - AFTER), key=lambda i: sum(happens[i - BEFORE : i + AFTER]))
+    return steps[best].step_id
 
 
-def _much_happens(event: StepEvent) -> int:
+def _how_much_happens(event: StepEvent) -> int:
     output, stats = event.output, event.stats
     num_changes = len(output.scheduled_new_reqs) + len(output.preempted_req_ids)
-    return stats.num_running_reqs + stats.num_waiting_reqs + 2 * num_changes + 10 * bool(output.preempted_req_ids)
+    return min(stats.num_running_reqs + stats.num_waiting_reqs, 24) + 4 * num_changes
 
 
 @contextlib.asynccontextmanager
@@ -114,7 +117,7 @@ async def draw_played(path: Path, step_id: int) -> None:
     view = next(name for name in PLAYED if name in TABS)
     for theme in ("dark", "light"):
         frames = []
-        async with dashboard(path, step_id, theme=theme, size=PLAYED_SIZE) as app:
+        async with dashboard(path, step_id - NUM_FRAMES * STEPS_A_FRAME // 2, theme=theme, size=PLAYED_SIZE) as app:
             app.action_show(view)
             for _ in range(NUM_FRAMES):
                 await asyncio.sleep(SETTLE_S)

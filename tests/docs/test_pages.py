@@ -11,6 +11,8 @@ from types import ModuleType
 
 import pytest
 
+import aioengine
+import aioengine.errors
 from aioengine.events.recording.reader import read_recording
 from tests.docs.pages import PAGES, ROOT
 
@@ -55,6 +57,14 @@ def test_the_frames_of_the_tour_are_those_of_its_recording() -> None:
     page = (ROOT / "docs/tour.md").read_text(encoding="utf-8")
     assert page.count("<!-- frame ") >= 5
     assert tour.with_frames(page, read_recording(tour.RECORDING).events) == page
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    page = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    names = [name for name in aioengine.__all__ if f".{name}\n" not in page]
+    errors = {name for name, value in vars(aioengine.errors).items() if isinstance(value, type)}
+    assert set(names) - errors == set()
+    assert "::: aioengine.errors\n" in page
 
 
 def test_the_errors_of_the_faq_are_those_of_the_sources() -> None:
