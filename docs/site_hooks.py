@@ -24,25 +24,17 @@ The frame above is the dashboard's report of the recording, a page that needs no
 """
 
 
-def has_reports() -> bool:
-    """Whether `aioengine top` of this checkout makes reports; the tour does without the frame where it does not."""
-    told = subprocess.run([sys.executable, "-m", "aioengine", "top", "--help"], check=True, capture_output=True, text=True)
-    return "--report" in told.stdout
-
-
 def on_files(files: Files, *, config: MkDocsConfig, **kwargs: Any) -> Files:
     """Adds the report of the recording that tour.md follows."""
-    if not has_reports():
-        return files
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / REPORT
         recording = str(Path(config.docs_dir) / RECORDING)
-        subprocess.run([sys.executable, "-m", "aioengine", "top", recording, "--report", str(path)], check=True)
+        subprocess.run([sys.executable, "-m", "aioengine", "top", recording, "--report", str(path)], check=True, stdout=subprocess.DEVNULL)
         files.append(File.generated(config, REPORT, content=path.read_text(encoding="utf-8")))
     return files
 
 
-def on_page_markdown(markdown: str, *, files: Files, **kwargs: Any) -> str:
+def on_page_markdown(markdown: str, **kwargs: Any) -> str:
     """Puts the report into its place. Links to files outside of docs/ lead somewhere in a checkout only: they become paths."""
-    markdown = markdown.replace(REPORT_MARK, IFRAME if files.get_file_from_path(REPORT) else "")
+    markdown = markdown.replace(REPORT_MARK, IFRAME)
     return REPOSITORY_FILE.sub(lambda found: f"] (`{posixpath.normpath(found[1].removeprefix('../'))}`)", markdown)

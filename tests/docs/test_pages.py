@@ -94,6 +94,8 @@ def test_the_site_needs_no_other_host(tmp_path: Path) -> None:
     files = [path for path in site.rglob("*") if path.suffix in (".html", ".css", ".svg")]
     foreign = {path.name: found[0] for path in files if (found := FOREIGN.search(path.read_text(encoding="utf-8")))}
     assert foreign == {}
+    assert 'src="tour-report.html"' in (site / "tour.html").read_text(encoding="utf-8")
+    assert "whale" in (site / "tour-report.html").read_text(encoding="utf-8")
     assert "--8&lt;--" not in (site / "examples.html").read_text(encoding="utf-8")
 
 

@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,6 +38,11 @@ KEYS = [
     "right", "enter", "s", "r", "F", "d", "l", "n", "N", "c", "slash", "e",
     "tab", "shift+tab", "plus", "minus", "P", "full_stop", "x", "S", "exclamation_mark",
 ]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def exports_land_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
 
 
 @asynccontextmanager

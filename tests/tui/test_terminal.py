@@ -247,8 +247,7 @@ def test_lines_go_to_a_pipe_until_the_engine_ends(engine: tuple[str, subprocess.
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "one of ADDRESS, FILE and --demo is needed"),
-        (["x.sock", "--demo"], "not allowed with an address"),
+        (["x.sock", "--demo"], "argument --demo: not allowed with another source"),
         (["x.sock", "--refresh", "50"], "from 0.5 to 10"),
         (["x.sock", "--web", "--once"], "not allowed with --once"),
     ],

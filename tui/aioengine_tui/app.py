@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,7 +17,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import BindingType
 from textual.events import Resize
-from textual.filter import Monochrome, NoColor
 from textual.screen import Screen
 from textual.timer import Timer
 from textual.widgets import ContentSwitcher, Input
@@ -39,11 +39,13 @@ from aioengine_tui.screens.request import RequestView
 from aioengine_tui.screens.step import StepView
 from aioengine_tui.screens.waterfall import WaterfallView
 from aioengine_tui.session import Session
-from aioengine_tui.table_file import ExportFormat, write_table
+from aioengine_tui.table_file import ExportFormat, table_text, without_foreign_fonts, write_new_file
 from aioengine_tui.terminals import driver_for_stdout
 from aioengine_tui.themes import THEME_NAMES, THEMES, Palette, textual_name
-from aioengine_tui.widgets.chrome import keys_line, replay_line, tabs_line, title_line, warnings_line
+from aioengine_tui.theming import set_up_theme
+from aioengine_tui.widgets.chrome import keys_line, tabs_line, title_line, warnings_line
 from aioengine_tui.widgets.line_view import LineView
+from aioengine_tui.widgets.replay_bar import replay_line
 from aioengine_tui.widgets.text import Part
 
 if TYPE_CHECKING:
@@ -88,17 +90,7 @@ class DashboardApp(ControlActions, App[None]):
         self._consumer: Worker[None] | None = None
         # Of an engine one asks first how it does, of a recording what happened.
         self._first = self._back_to = "overview" if source.playback is None else "waterfall"
-        for own in THEMES.values():
-            self.register_theme(own)
-        if self.no_color:
-            # Textual 8.2.8 decides by the default theme how to drop colours. Under an ansi theme its monochrome filter
-            # then takes the terminal's default colours for black, both of them: black on black. Removing colours
-            # altogether is right under every theme, and leaves bold, reverse and underline.
-            self._filters = [line_filter for line_filter in self._filters if not isinstance(line_filter, Monochrome)]
-            if not any(isinstance(line_filter, NoColor) for line_filter in self._filters):
-                self._filters.append(NoColor())
-            theme = "ansi"
-        self.theme = textual_name(theme)
+        set_up_theme(self, theme)
         self._apply_palette()
 
     # ------------------------------------------------------------------ life
@@ -184,7 +176,7 @@ class DashboardApp(ControlActions, App[None]):
         warnings = warnings_line(self.session, width, note=self.note)
         self._line("#warnings", warnings)
         playback = self.source.playback
-        self._line("#replay", replay_line(state.status, state, width) if playback is not None else None)
+        self._line("#replay", replay_line(playback, state.status, state, width) if playback is not None else None)
         common = _REPLAY_HINTS if playback is not None else _COMMON_HINTS
         own = self.view.key_hints
         self._line("#keys", keys_line([*own[:4], *common, *own[4:]] if width >= 70 else [*common[:1], *own, *common[1:]], width))
@@ -301,20 +293,27 @@ class DashboardApp(ControlActions, App[None]):
         if table is None:
             self.say("there is nothing to save on this screen")
             return
-        try:
-            path = write_table(table, folder=self.folder, stem=self._file_stem(), form=form)
-        except OSError as exc:
-            self.say(f"cannot save to {self.folder}: {exc.strerror}")
-            return
-        self.say(f"{len(table.rows)} rows saved to {path}")
+        self._save(table_text(table, form), form, what=f"{len(table.rows)} rows")
 
     def action_picture(self) -> None:
+        self._save(self.export_screenshot(), "svg", what="picture")
+
+    def export_screenshot(self, *, title: str | None = None, simplify: bool = False) -> str:
+        """The screen as SVG."""
+        return without_foreign_fonts(super().export_screenshot(title=title, simplify=simplify))
+
+    def _save(self, text: str, suffix: str, *, what: str) -> None:
+        """To a new file here; in a browser's page to the browser, which is perhaps elsewhere."""
+        if self.is_web:
+            self.deliver_text(io.StringIO(text, newline=""), save_filename=f"{self._file_stem()}.{suffix}")
+            self.say(f"{what} sent to the browser")
+            return
         try:
-            path = self.save_screenshot(f"{self._file_stem()}.svg", str(self.folder))
+            path = write_new_file(text, folder=self.folder, stem=self._file_stem(), suffix=suffix)
         except OSError as exc:
             self.say(f"cannot save to {self.folder}: {exc.strerror}")
             return
-        self.say(f"picture saved to {path}")
+        self.say(f"{what} saved to {path}")
 
     def _file_stem(self) -> str:
         return f"aioengine-{self.view.id}-step{self.session.state.last_step_id}"

@@ -9,6 +9,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from heapq import heappush, heapreplace
 from io import BufferedReader
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -26,8 +27,8 @@ _NUM_OPEN_STEPS = 64
 # escaped, so none of the patterns can match within a text. A request's name or a JSON schema's property can be a key, though,
 # and then look like one of these fields: such keys come before them, so the last match counts.
 _HEAD = re.compile(rb'\{"type":"(step|result|snapshot)","step_id":(\d{1,18}),"time":([-+.\deE]+),')
-_SCHEDULE_START = re.compile(rb'.*,"schedule_start":([-+.\deE]+),')
-_UPDATE_END = re.compile(rb'.*,"update_end":([-+.\deE]+),')
+_SCHEDULE_START = b',"schedule_start":'
+_UPDATE_END = b',"update_end":'
 _PREEMPTED = b',"preempted_req_ids":['
 _FINISHED = b',"finished":['
 _ABORTED = b',"finish_reason":"abort","num_output_tokens":'
@@ -101,11 +102,9 @@ class RecordingIndex:
             if tag == b"step":
                 self._add_step(line, step_id, position + 1)
             elif tag == b"result":
-                self._add_result(line, step_id)
+                self._add_result(line, step_id, position + 1)
             else:
                 self._snapshots.append(position)
-            if tag != b"snapshot" and _ABORTED in line and line.find(_ABORTED, line.rfind(_FINISHED)) >= 0:
-                self._aborts.append(position + 1)
         if position % STRIDE == 0:
             self._offsets.append(offset)
             self._times.append(self.last_time)
@@ -113,24 +112,37 @@ class RecordingIndex:
 
     def _add_step(self, line: bytes, step_id: int, position: int) -> None:
         self._latest_step_id = step_id
-        place = line.rfind(_PREEMPTED)
+        # From the end, each from where the last one was found: the batch, which is long, stands before them.
+        end = line.rfind(_SCHEDULE_START, 0, self._note_aborts(line, position))
+        start = _number_at(line, end + len(_SCHEDULE_START)) if end >= 0 else None
+        if start is None:
+            return
+        self._open_steps[step_id] = (start, position)
+        if len(self._open_steps) > _NUM_OPEN_STEPS:
+            del self._open_steps[next(iter(self._open_steps))]
+        place = line.rfind(_PREEMPTED, 0, end)
         if place >= 0 and not line.startswith(b"]", place + len(_PREEMPTED)):
             self._preemptions.append(position)
-        start = _SCHEDULE_START.match(line)
-        if start is not None:
-            self._open_steps[step_id] = (float(start[1]), position)
-            if len(self._open_steps) > _NUM_OPEN_STEPS:
-                del self._open_steps[next(iter(self._open_steps))]
 
-    def _add_result(self, line: bytes, step_id: int) -> None:
-        started, end = self._open_steps.pop(step_id, None), _UPDATE_END.match(line)
+    def _add_result(self, line: bytes, step_id: int, position: int) -> None:
+        place = line.rfind(_UPDATE_END, 0, self._note_aborts(line, position))
+        started, end = self._open_steps.pop(step_id, None), _number_at(line, place + len(_UPDATE_END)) if place >= 0 else None
         if started is None or end is None:
             return
-        entry = (float(end[1]) - started[0], started[1])
+        entry = (end - started[0], started[1])
         if len(self._slowest) < _NUM_SLOWEST:
             heappush(self._slowest, entry)
         elif entry > self._slowest[0]:
             heapreplace(self._slowest, entry)
+
+    def _note_aborts(self, line: bytes, position: int) -> int:
+        """Returns where the requests that ended are told: the fields that are looked for stand before it."""
+        place = line.rfind(_FINISHED)
+        if place < 0:
+            return len(line)
+        if not line.startswith(b"]", place + len(_FINISHED)) and line.find(_ABORTED, place) >= 0:
+            self._aborts.append(position)
+        return place
 
     # ------------------------------------------------------------------ finding
     def seek(self, file: BufferedReader, position: int) -> None:
@@ -195,9 +207,19 @@ class RecordingIndex:
             rank = ranked.index(position) if position in ranked else -1
             following = rank - 1 if backwards else rank + 1
             return ranked[following % len(ranked)]
-        places = self._preemptions if kind == "preemption" else self._aborts
+        places = self._places(kind)
         index = bisect_left(places, position) - 1 if backwards else bisect_right(places, position)
         return places[index] if 0 <= index < len(places) else None
+
+    def marks(self, kind: Landmark, num_cells: int) -> list[bool]:
+        """Whether each of so many equal parts of the recording, as far as scanned, has a place of that kind."""
+        places = sorted(place for _, place in self._slowest) if kind == "slowest" else self._places(kind)
+        bounds = [round(self.num_events * cell / num_cells) for cell in range(num_cells + 1)]
+        indexes = [bisect_right(places, bound) for bound in bounds]
+        return [first < last for first, last in pairwise(indexes)]
+
+    def _places(self, kind: Landmark) -> array[int]:
+        return self._preemptions if kind == "preemption" else self._aborts
 
     def _heads(self, start: int, end: int | None = None) -> Iterator[tuple[int, bytes, int, float]]:
         """(position, type, step id, time) of the events from `start` on."""
@@ -210,3 +232,11 @@ class RecordingIndex:
                 head = _HEAD.match(file.readline())
                 if head is not None:
                     yield position, head[1], int(head[2]), float(head[3])
+
+
+def _number_at(line: bytes, start: int) -> float | None:
+    """None if there is none."""
+    try:
+        return float(line[start : line.index(b",", start)])
+    except ValueError:
+        return None

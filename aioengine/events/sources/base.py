@@ -140,6 +140,9 @@ class PlaybackControl(Protocol):
     async def jump(self, kind: Landmark, *, backwards: bool = False) -> bool:
         """Pause at the next preemption or abort, or at the slowest step (again: the next slowest); False if there is none."""
 
+    def marks(self, kind: Landmark, num_cells: int) -> list[bool]:
+        """Whether each of so many equal parts of the recording, as far as found, has a place of that kind."""
+
 
 # ---------------------------------------------------------------------------------------------------- the source
 @runtime_checkable

@@ -124,7 +124,8 @@ def _check_sequence(data: StateData, step_id: int) -> None:
 def _measure(data: StateData, event: StepEvent, shares: tuple[Share, ...]) -> tuple[int, int]:
     """Returns the prompt tokens of the step, and those that a preemption made necessary again."""
     num_prompt = num_recomputed = 0
-    for share in shares:
+    kinds = [share[1] for share in shares]
+    for share in shares if kinds.count("decode") < len(kinds) else ():  # most steps only decode
         if share.kind == "resumed":
             row = data.requests.get(share.request_id)
             lost_end, prompt_end = (row.recompute_until, row.num_prompt_tokens) if row is not None else (share.end, 0)
@@ -201,7 +202,7 @@ def _measure_overlap(data: StateData, event: StepResultEvent) -> None:
 
 
 def _complete_record(data: StateData, event: StepResultEvent) -> None:
-    steps = data.steps
+    steps, num_new = data.steps, event.num_new_tokens.get
     for index in range(len(steps) - 1, -1, -1):  # it is one of the latest
         record = steps[index]
         if record.step_id == event.step_id:
@@ -212,7 +213,7 @@ def _complete_record(data: StateData, event: StepResultEvent) -> None:
                 result_time=event.time,
                 num_draft_tokens=event.num_draft_tokens,
                 num_accepted_tokens=event.num_accepted_tokens,
-                sampled=tuple([event.num_new_tokens.get(share.request_id, 0) for share in record.shares]),
+                sampled=tuple([num_new(share[0], 0) for share in record.shares]),
                 lanes=Lanes(
                     schedule=record.lanes.schedule,
                     execute=_span(event.execute_start, event.execute_end),

@@ -1,4 +1,4 @@
-"""The frame around every screen: title, tabs, warnings, the bar of a recording, and the keys."""
+"""The frame around every screen: title, tabs, warnings, and the keys."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from collections.abc import Sequence
 
 from textual.keys import _character_to_key
 
-from aioengine.events.sources.base import SourceStatus
 from aioengine_tui.model.state import DashboardState
 from aioengine_tui.session import Session
-from aioengine_tui.widgets.graph import bar
 from aioengine_tui.widgets.text import Hot, Line, Part, beside, clean, fit_line, fit_middle, line_text, seconds, width_of
 
 # A sign and a role for each state of the connection.
@@ -92,20 +90,6 @@ def _warnings(session: Session) -> list[tuple[str, str, str, str]]:
     elif state.status.state == "ended":
         warnings.append((f" ENDED{why} ", " ENDED ", "warn", ""))
     return warnings
-
-
-def replay_line(status: SourceStatus, state: DashboardState, width: int) -> Line:
-    """The place in a recording as a bar."""
-    position, length = status.position or 0, status.length
-    start = state.header.perf_counter if state.header is not None else 0.0
-    sign = ">" if status.state == "playing" else "||"
-    left = f" {sign:<2} {seconds(max(0.0, state.now - start)):>7} "
-    right = f" {position}/{length if length is not None else '?'}  x{status.speed:g} "
-    share = min(1.0, position / length) if length else 0.0
-    size = max(4, width - len(left) - len(right))
-    line: Line = [Part(left, "good" if status.state == "playing" else "warn")]
-    line += bar([(share, "█", "accent")], width=size)
-    return fit_line([*line, Part(right, "muted")], width)
 
 
 _KEY_NAMES = {
