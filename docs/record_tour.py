@@ -105,6 +105,8 @@ def with_frames(page: str, events: list[Event]) -> str:
 def main() -> None:
     if "--frames" not in sys.argv[1:]:
         asyncio.run(record(RECORDING))
+        text = RECORDING.read_text(encoding="utf-8")
+        RECORDING.write_text(text.replace(str(Path.home()), "~"), encoding="utf-8")  # where the model lies is nobody's business
     PAGE.write_text(with_frames(PAGE.read_text(encoding="utf-8"), read_recording(RECORDING).events), encoding="utf-8")
 
 
