@@ -63,7 +63,7 @@ class _Connection:
         return head
 
     async def parts(self, head: _Head) -> AsyncIterator[bytes]:
-        """The body as it comes."""
+        """The pieces of the body, as they come."""
         if head.headers.get("transfer-encoding", "").lower() == "chunked":
             while size := int((await self.reader.readline()).split(b";")[0] or b"0", 16):
                 data = await self.reader.readexactly(size + 2)
@@ -160,7 +160,7 @@ class HttpClient:
 
 
 async def open_connection(remote: RemoteSpec) -> _Connection:
-    """Raises OSError."""
+    """Connect to the server. Raises OSError."""
     parts = urlsplit(remote.base_url)
     secure = parts.scheme == "https"
     context = ssl.create_default_context() if secure else None
