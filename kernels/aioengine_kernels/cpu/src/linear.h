@@ -196,8 +196,10 @@ static void integer_panels(const LinearArgs& a, const uint8_t* panel, i64 panel_
 
 // So few rows are bound by reading the weights: a thread takes one run of panels, for what it asks for ahead of time is its own.
 constexpr i64 kFewRows = 4;
+constexpr i64 kPanelsAtATime = 8;
 
-// All tiles of x pass NP panels, which stay in L1, then the next ones; each tile asks for its share of those.
+// A tile of x stays in L1 while a few panels, which stay in L2, pass by; then comes the next tile, at the end the next panels. Each tile
+// asks for its share of those.
 template <int F, bool fast>
 static void integer_format(const LinearArgs& a) {
   constexpr int NP = kPanels<F>;
@@ -207,13 +209,16 @@ static void integer_format(const LinearArgs& a) {
   const i64 panel_bytes = panel_layout(F, a.k).bytes, panels = ceil_div(a.n, 16), whole = a.n / 16;
   const i64 chunk = a.m <= kFewRows ? ceil_div(panels, a.num_threads) : imax(1, panels / (8 * a.num_threads));
   parallel(a.num_threads, panels, ceil_div(chunk, NP) * NP, [&](i64 begin, i64 end) {
-    for (i64 p = begin, next; p < end; p = next) {
-      next = p + NP <= imin(end, whole) ? p + NP : p + 1;
-      const uint8_t* panel = a.weights + p * panel_bytes;
+    for (i64 p0 = begin, p1; p0 < end; p0 = p1) {
+      p1 = imin(p0 + kPanelsAtATime, end);
       for (i64 t = 0; t < tiles.count; t++) {
-        const Ahead ahead = {NP * panel_bytes, t * x.groups / tiles.count, (t + 1) * x.groups / tiles.count};
-        if (next == p + NP) integer_panels<F, fast, NP>(a, panel, panel_bytes, ahead, p * 16, tiles.first(t), tiles.rows(t), x.tile(tiles, t));
-        else integer_panels<F, fast, 1>(a, panel, panel_bytes, ahead, p * 16, tiles.first(t), tiles.rows(t), x.tile(tiles, t));
+        const Ahead ahead = {kPanelsAtATime * panel_bytes, t * x.groups / tiles.count, (t + 1) * x.groups / tiles.count};
+        for (i64 p = p0, next; p < p1; p = next) {
+          next = p + NP <= imin(p1, whole) ? p + NP : p + 1;
+          const uint8_t* panel = a.weights + p * panel_bytes;
+          if (next == p + NP) integer_panels<F, fast, NP>(a, panel, panel_bytes, ahead, p * 16, tiles.first(t), tiles.rows(t), x.tile(tiles, t));
+          else integer_panels<F, fast, 1>(a, panel, panel_bytes, ahead, p * 16, tiles.first(t), tiles.rows(t), x.tile(tiles, t));
+        }
       }
     }
   });
