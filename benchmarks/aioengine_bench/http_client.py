@@ -108,7 +108,7 @@ class HttpClient:
                     head = await asyncio.wait_for(connection.send(data), self._remote.timeout_s)
                 except (asyncio.IncompleteReadError, ConnectionError) as exc:
                     # A server may close a kept connection just as the next request goes out (llama.cpp's does): ask anew.
-                    if not connection.is_kept or getattr(exc, "partial", b""):
+                    if not connection.is_kept or (isinstance(exc, asyncio.IncompleteReadError) and exc.partial):
                         raise
                     connection.writer.close()
                     connection = await open_connection(self._remote)
