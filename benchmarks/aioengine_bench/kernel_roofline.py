@@ -40,12 +40,13 @@ def roofline_rows(
     if (reason := status()) is not None:
         raise ConfigError(f"--roofline measures the native CPU kernels: {reason}")
     matrices = _matrices(COPIES_BYTES if copies_bytes is None else copies_bytes)
-    for isa in supported_isas():
+    isas = supported_isas()
+    for isa in isas[1:] or isas:  # plain C++ is for processors that have nothing else
         for num_threads in threads:
             peak = measure_peak(isa=isa, num_threads=num_threads)
             yield _peak_row(peak)
             if peak.int8_ops_s is None:
-                continue  # plain C++ is for other processors than this one
+                continue  # there is no product of bytes to hold these to
             for name, copies in matrices.items():
                 for m in num_tokens:
                     for mode in _DIGITS:
