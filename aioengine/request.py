@@ -77,6 +77,7 @@ class Request:
         "num_prompt_tokens",
         "num_tokens",
         "priority",
+        "recompute_until",
         "request_id",
         "sampling_params",
         "spec_token_ids",
@@ -113,6 +114,7 @@ class Request:
         self.spec_token_ids: list[int] = []  # replaced, never changed: the step's output holds the same list
         self.num_cached_tokens = -1  # prompt tokens that the prefix cache served; -1 until first scheduled
         self.num_preemptions = 0
+        self.recompute_until = 0  # positions below this were computed before a preemption; never falls
         # Set by the scheduler: orders requests of equal priority; the length, the tokens, and the repetition that can end it.
         self.arrival_index = 0
         self.max_num_tokens = self.num_prompt_tokens + self.max_tokens

@@ -73,6 +73,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.ref_cnt: list[int] = [0] * num_blocks
         self.block_hash: list[BlockHash | None] = [None] * num_blocks
+        self.parent_hash: list[BlockHash | None] = [None] * num_blocks  # of what block_hash names; None: a first block, or nothing
         self.free_block_queue = FreeBlockQueue(num_blocks)
         for block_id in range(1, num_blocks):
             self.free_block_queue.append(block_id)
@@ -82,8 +83,11 @@ class BlockPool:
         self._twin_hash: dict[int, BlockHash] = {}
         self._allocated: list[int] = []
         self._freed: list[int] = []
+        self._freed_after: list[int] = []  # of each of _freed: how many of _allocated came before
+        self._freed_to_front: list[bool] = []
         self._evicted: list[int] = []
         self._registered: list[int] = []
+        self.num_evicted_blocks = 0  # total
 
     @property
     def num_total_blocks(self) -> int:
@@ -105,9 +109,9 @@ class BlockPool:
             self.ref_cnt[block_id] = 1
             block_hash = self.block_hash[block_id]
             if block_hash is not None:
+                parent_hash = self.parent_hash[block_id]
                 self._forget(block_id)
-                self._evicted.append(block_id)
-                self._promote_twin(block_hash)
+                self._promote_twin(block_hash, parent_hash)
         self._allocated += block_ids
         return block_ids
 
@@ -128,32 +132,36 @@ class BlockPool:
         for block_id in reversed(block_ids):
             self.ref_cnt[block_id] -= 1
             if self.ref_cnt[block_id] == 0:
-                if self.block_hash[block_id] is None:
+                caches_nothing = self.block_hash[block_id] is None
+                if caches_nothing:
                     self._drop_twin(block_id)
                     self.free_block_queue.prepend(block_id)
                 else:
                     self.free_block_queue.append(block_id)
                 self._freed.append(block_id)
+                self._freed_after.append(len(self._allocated))
+                self._freed_to_front.append(caches_nothing)
 
-    def register(self, block_id: int, block_hash: BlockHash) -> None:
+    def register(self, block_id: int, block_hash: BlockHash, *, parent_hash: BlockHash | None = None) -> None:
         """Let later requests find this owned block's content. If another block has the same content, that one stays the one
-        for as long as it has it.
+        for as long as it has it. `parent_hash` names the content of the block before it; None: it is the first.
         """
         if block_hash not in self._cached:
             self._cached[block_hash] = block_id
             self.block_hash[block_id] = block_hash
+            self.parent_hash[block_id] = parent_hash
             self._registered.append(block_id)
         elif self._cached[block_hash] != block_id and block_id not in self._twin_hash:
             self._twin_hash[block_id] = block_hash
             self._twins.setdefault(block_hash, []).append(block_id)
 
-    def _promote_twin(self, block_hash: BlockHash) -> None:
+    def _promote_twin(self, block_hash: BlockHash, parent_hash: BlockHash | None) -> None:
         """The block that was found for this content is gone: the oldest of its twins is found from now on."""
         twins = self._twins.get(block_hash)
         if twins:
             block_id = twins[0]
             self._drop_twin(block_id)
-            self.register(block_id, block_hash)
+            self.register(block_id, block_hash, parent_hash=parent_hash)
 
     def _drop_twin(self, block_id: int) -> None:
         block_hash = self._twin_hash.pop(block_id, None) if self._twin_hash else None
@@ -177,13 +185,11 @@ class BlockPool:
             block_id = self._cached.get(block_hash)
             if block_id is not None:
                 self._forget(block_id)
-                self._evicted.append(block_id)
 
     def reset_cache(self) -> None:
         """Forget all cached content. Blocks in use keep their owners."""
         self._twins.clear()
         self._twin_hash.clear()
-        self._evicted += self._cached.values()
         for block_id in list(self._cached.values()):
             self._forget(block_id)
 
@@ -191,7 +197,9 @@ class BlockPool:
         block_hash = self.block_hash[block_id]
         assert block_hash is not None
         del self._cached[block_hash]
-        self.block_hash[block_id] = None
+        self.block_hash[block_id] = self.parent_hash[block_id] = None
+        self._evicted.append(block_id)
+        self.num_evicted_blocks += 1
 
     def take_changes(self) -> BlockChanges:
         """What happened to blocks since the last call."""
@@ -202,11 +210,23 @@ class BlockPool:
             evicted=self._evicted,
             cached=cached,
             cached_hashes=[self.short_hash(block_id) for block_id in cached],
+            cached_parent_hashes=[self.short_parent_hash(block_id) for block_id in cached],
+            freed_after=self._freed_after,
+            freed_to_front=self._freed_to_front,
         )
         self._allocated, self._freed, self._evicted, self._registered = [], [], [], []
+        self._freed_after, self._freed_to_front = [], []
         return changes
 
     def short_hash(self, block_id: int) -> str:
         """The first hex digits of what a block caches, for people to tell contents apart; "" for a block that caches nothing."""
-        block_hash = self.block_hash[block_id]
-        return "" if block_hash is None else block_hash[:4].hex()
+        return _shorten(self.block_hash[block_id])
+
+    def short_parent_hash(self, block_id: int) -> str:
+        """The same of the block before it in its prefix; "" for a first block, or one that caches nothing."""
+        return _shorten(self.parent_hash[block_id])
+
+
+def _shorten(block_hash: BlockHash | None) -> str:
+    # 48 bits: in a pool of 100,000 contents two are alike with a probability of 2e-5.
+    return "" if block_hash is None else block_hash[:6].hex()

@@ -56,10 +56,6 @@ class KVCacheManager:
         wants_prompt_logprobs = request.sampling_params.prompt_logprobs is not None and not request.num_output_tokens
         return self.enable_prefix_caching and not wants_prompt_logprobs
 
-    def can_hold(self, num_tokens: int, computed_block_ids: Sequence[int] = ()) -> bool:
-        """Whether the free blocks suffice for `num_tokens` of a request without blocks, given its cache hits."""
-        return self.num_blocks_to_take(num_tokens, computed_block_ids) <= self.block_pool.num_free_blocks
-
     def num_blocks_to_take(self, num_tokens: int, computed_block_ids: Sequence[int]) -> int:
         """How many free blocks `num_tokens` of a request without blocks use up: new ones, and cache hits that nobody holds."""
         return self.num_blocks_for(num_tokens) - len(computed_block_ids) + self._num_free_among(computed_block_ids)
@@ -99,8 +95,9 @@ class KVCacheManager:
             return
         self._extend_block_hashes(request, num_full_blocks)
         (table,) = request.block_ids
+        hashes = request.block_hashes
         for index in range(request.num_cached_blocks, num_full_blocks):
-            self.block_pool.register(table[index], request.block_hashes[index])
+            self.block_pool.register(table[index], hashes[index], parent_hash=hashes[index - 1] if index else None)
         request.num_cached_blocks = num_full_blocks
 
     def record_prefix_cache_lookup(self, request: Request, *, num_hits: int) -> None:

@@ -54,6 +54,8 @@ class SchedulePass:
         self.preempted_reqs: list[Request] = []
         self.num_priority_preempted_reqs = 0  # of these, the first ones: preempted for a waiting request
         self.admission_stop: AdmissionStop = "queue_empty"
+        self.stopped_req: Request | None = None  # the waiting one at which admission stopped
+        self.num_blocks_needed = 0  # free ones that it would take; 0: blocks are not what it lacks
 
     # ------------------------------------------------------------------ room for a more urgent request
     def make_room(self) -> None:
@@ -176,6 +178,8 @@ class SchedulePass:
         """
         self.kv_cache_manager.cache_blocks(request, request.num_computed_tokens)  # the last block may have become full of known tokens
         self.kv_cache_manager.free(request)
+        num_computed_tokens = min(request.num_computed_tokens, request.num_tokens + request.num_output_placeholders)  # no guesses
+        request.recompute_until = max(request.recompute_until, num_computed_tokens)
         request.num_computed_tokens = 0
         request.spec_token_ids = []
         request.num_preemptions += 1
@@ -185,28 +189,28 @@ class SchedulePass:
 
     # ------------------------------------------------------------------ waiting requests
     def schedule_waiting(self) -> None:
-        """Admit waiting requests in order until something runs out, and remember what it was."""
+        """Admit waiting requests in order until something runs out, and remember what it was, and for whom."""
         if len(self.preempted_reqs) > self.num_priority_preempted_reqs:
-            self.admission_stop = "preempted"
+            self.admission_stop, self.stopped_req = "preempted", self.waiting.peek()
             return
         while self.waiting:
-            if len(self.running) >= self.config.max_num_seqs:
-                self.admission_stop = "max_num_seqs"
-                return
-            if self.token_budget == 0:
-                self.admission_stop = "budget"
-                return
             request = self.waiting.peek()
-            if request.num_output_placeholders:
-                self.admission_stop = "in_flight"
-                return
-            if self.num_priority_preempted_reqs and request in self.preempted_reqs:
-                self.admission_stop = "preempted"  # a step cannot both take a request's slot and give it one
-                return
-            if (stop := self._admit(request)) is not None:
-                self.admission_stop = stop
+            if (stop := self._find_stop(request) or self._admit(request)) is not None:
+                self.admission_stop, self.stopped_req = stop, request
                 return
         self.admission_stop = "queue_empty"
+
+    def _find_stop(self, request: Request) -> AdmissionStop | None:
+        """Why this waiting request cannot be admitted, whatever it needs; None: it depends on what it needs."""
+        if len(self.running) >= self.config.max_num_seqs:
+            return "max_num_seqs"
+        if self.token_budget == 0:
+            return "budget"
+        if request.num_output_placeholders:
+            return "in_flight"
+        if self.num_priority_preempted_reqs and request in self.preempted_reqs:
+            return "preempted"  # a step cannot both take a request's slot and give it one
+        return None
 
     def _admit(self, request: Request) -> AdmissionStop | None:
         """Move a request from waiting to running with its first tokens, or say why not."""
@@ -218,10 +222,12 @@ class SchedulePass:
             return "budget"
         num_new_tokens = self._limit(num_missing_tokens)
         # Room for all its known tokens, not only for the first chunk: a half-admitted prompt would only preempt others.
-        if not kv.can_hold(request.num_tokens, computed_block_ids):
+        num_blocks = kv.num_blocks_to_take(request.num_tokens, computed_block_ids)
+        if num_blocks > kv.block_pool.num_free_blocks:
+            self.num_blocks_needed = num_blocks
             return "no_blocks"
         new_block_ids = kv.allocate_slots(request, num_new_tokens, computed_block_ids=computed_block_ids)
-        assert new_block_ids is not None, "can_hold() said that the blocks are there"
+        assert new_block_ids is not None, "it was counted that the blocks are there"
         kv.record_prefix_cache_lookup(request, num_hits=num_computed_tokens)
 
         self.waiting.pop()

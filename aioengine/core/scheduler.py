@@ -17,6 +17,7 @@ from aioengine.core.ngram_proposer import NgramProposer
 from aioengine.core.request_queue import RequestQueue
 from aioengine.core.schedule_pass import SchedulePass
 from aioengine.core.scheduler_output import AdmissionStop, BlockChanges, SchedulerOutput, SchedulerStats
+from aioengine.core.scheduler_totals import SchedulerTotals
 from aioengine.core.stop import check_stop, may_stop, set_end_conditions
 from aioengine.errors import InvalidRequestError
 from aioengine.outputs import EngineCoreOutput, ModelRunnerOutput
@@ -29,6 +30,8 @@ class ScheduleReport:
 
     admission_stop: AdmissionStop
     block_changes: BlockChanges
+    stopped_req_id: str | None  # the waiting request at which admission stopped
+    num_blocks_needed: int  # free blocks that it would take; 0: blocks are not what it lacks
 
 
 class Scheduler:
@@ -53,11 +56,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.waiting = RequestQueue(config.policy)
         self.running: list[Request] = []  # sorted by scheduling key
-        self.num_preemptions = 0
-        self.num_draft_tokens = 0  # draft tokens that were checked
-        self.num_accepted_tokens = 0  # those of them that were right
-        self.num_aborted_reqs = 0
-        self.num_rejected_reqs = 0  # refused before they came here
+        self.totals = SchedulerTotals()
 
         self.proposer: NgramProposer | None = None
         if config.num_speculative_tokens:
@@ -66,7 +65,6 @@ class Scheduler:
             )
 
         self._check_invariants = check_invariants
-        self._num_arrived = 0
         self._last_step_id = 0
         self._last_updated_step_id = 0
         self._finished_req_ids: set[str] = set()  # ended, not yet told to the worker
@@ -75,14 +73,16 @@ class Scheduler:
         self._structured_output_req_ids: set[str] = set()  # live ones
         self._prev_step_req_ids: Container[str] = ()
         self._admission_stop: AdmissionStop = "queue_empty"
+        self._stopped_req_id: str | None = None
+        self._num_blocks_needed = 0
 
     # ------------------------------------------------------------------ requests in and out
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequestError if it could never run to its end here."""
         self._check_fits(request)
         set_end_conditions(request, max_model_len=self.config.max_model_len, eos_token_ids=self.eos_token_ids)
-        request.arrival_index = self._num_arrived
-        self._num_arrived += 1
+        request.arrival_index = self.totals.num_arrived_reqs
+        self.totals.num_arrived_reqs += 1
         self.requests[request.request_id] = request
         self.waiting.add(request)
         if request.sampling_params.structured_outputs is not None:
@@ -128,13 +128,12 @@ class Scheduler:
                 continue
             self._end(request, status)
             ended.append(request)
-            self.num_aborted_reqs += status == RequestStatus.FINISHED_ABORTED
         self._check()
         return ended
 
     def note_rejected(self, num_reqs: int) -> None:
         """So many requests were refused before they came here."""
-        self.num_rejected_reqs += num_reqs
+        self.totals.num_rejected_reqs += num_reqs
 
     def _end(self, request: Request, status: RequestStatus) -> None:
         if request.status == RequestStatus.RUNNING:
@@ -152,6 +151,7 @@ class Scheduler:
         if self.proposer is not None:
             self.proposer.forget(request.request_id)
         del self.requests[request.request_id]
+        self.totals.note_ended(request)
         self._structured_output_req_ids.discard(request.request_id)
         self._preempted_req_ids.pop(request.request_id, None)  # the worker is told that it ended
         if request.num_cached_tokens >= 0:  # it has been scheduled: the worker knows it
@@ -169,7 +169,7 @@ class Scheduler:
         plan.make_room()
         plan.schedule_running()
         plan.schedule_waiting()
-        self._admission_stop = plan.admission_stop
+        self._note_stop(plan)
         self._note_preempted(plan)
         if not plan.num_scheduled_tokens and not self._preempted_req_ids and not self._finished_req_ids:
             self._check()
@@ -201,13 +201,19 @@ class Scheduler:
             proposer=self.proposer,
         )
 
+    def _note_stop(self, plan: SchedulePass) -> None:
+        self._admission_stop = plan.admission_stop
+        self._stopped_req_id = plan.stopped_req.request_id if plan.stopped_req is not None else None
+        self._num_blocks_needed = plan.num_blocks_needed
+
     def _note_preempted(self, plan: SchedulePass) -> None:
         if plan.preempted_reqs:
-            self.num_preemptions += len(plan.preempted_reqs)
+            self.totals.note_preempted(plan.preempted_reqs)
             self._preempted_req_ids.update((request.request_id, None) for request in plan.preempted_reqs)
 
     def _update_after_schedule(self, plan: SchedulePass) -> None:
         """Advance the counters past the step at once, so that the next one can be planned before its tokens are known."""
+        self.totals.note_scheduled(plan.num_scheduled_tokens, admitted=plan.new_reqs + plan.resumed_reqs)
         for request, num_tokens in zip(plan.scheduled_reqs, plan.num_scheduled_tokens.values(), strict=True):
             request.num_computed_tokens += num_tokens
             if request.num_computed_tokens == request.num_tokens + request.num_output_placeholders + len(request.spec_token_ids):
@@ -229,6 +235,7 @@ class Scheduler:
         self._lingering_req_ids -= scheduler_output.finished_req_ids
         core_outputs: list[EngineCoreOutput] = []
         ended: list[Request] = []  # in the order of the batch, as what they free is
+        num_output_tokens = 0
         # What most steps have none of is not looked up for every request.
         requests, indices, sampled = self.requests, output.req_id_to_index, output.sampled_token_ids
         failed, spec_token_ids = output.failed_req_ids, scheduler_output.scheduled_spec_decode_tokens
@@ -250,6 +257,7 @@ class Scheduler:
             if draft_token_ids is not None:
                 self._settle_draft_tokens(request, len(draft_token_ids), num_accepted=len(token_ids) - 1)
             new_token_ids = self._append_tokens(request, token_ids)
+            num_output_tokens += len(new_token_ids)
             finish_reason = None
             if request.is_finished:
                 ended.append(request)
@@ -264,6 +272,7 @@ class Scheduler:
             if draft_token_ids is not None:
                 core_output = core_output._replace(num_draft_tokens=len(draft_token_ids), num_accepted_tokens=len(token_ids) - 1)
             core_outputs.append(core_output)
+        self.totals.num_output_tokens += num_output_tokens
         self._remove_ended(ended)
         self._check()
         return core_outputs
@@ -280,8 +289,8 @@ class Scheduler:
         request.spec_token_ids = []
         if request.status == RequestStatus.RUNNING:  # a preemption meanwhile has taken back everything
             request.num_computed_tokens -= num_draft_tokens - num_accepted
-        self.num_draft_tokens += num_draft_tokens
-        self.num_accepted_tokens += num_accepted
+        self.totals.num_draft_tokens += num_draft_tokens
+        self.totals.num_accepted_tokens += num_accepted
         assert self.proposer is not None
         num_tokens = request.num_tokens + num_accepted + 1
         self.proposer.record(request.request_id, num_draft_tokens=num_draft_tokens, num_accepted=num_accepted, num_tokens=num_tokens)
@@ -337,10 +346,15 @@ class Scheduler:
 
     def take_report(self) -> ScheduleReport:
         """Why the last `schedule()` stopped admitting, and what happened to blocks since the last report."""
-        return ScheduleReport(admission_stop=self._admission_stop, block_changes=self.kv_cache_manager.block_pool.take_changes())
+        return ScheduleReport(
+            admission_stop=self._admission_stop,
+            block_changes=self.kv_cache_manager.block_pool.take_changes(),
+            stopped_req_id=self._stopped_req_id,
+            num_blocks_needed=self._num_blocks_needed,
+        )
 
     def make_stats(self) -> SchedulerStats:
-        pool, prefix_cache = self.kv_cache_manager.block_pool, self.kv_cache_manager.prefix_cache_stats
+        pool, prefix_cache, totals = self.kv_cache_manager.block_pool, self.kv_cache_manager.prefix_cache_stats, self.totals
         return SchedulerStats(
             num_waiting_reqs=len(self.waiting),
             num_running_reqs=len(self.running),
@@ -348,18 +362,25 @@ class Scheduler:
             num_total_blocks=pool.num_total_blocks,
             num_free_blocks=pool.num_free_blocks,
             num_cached_blocks=pool.num_cached_blocks,
-            num_preemptions=self.num_preemptions,
+            num_preemptions=totals.num_preemptions,
             prefix_cache_queries=prefix_cache.queries,
             prefix_cache_hits=prefix_cache.hits,
-            num_draft_tokens=self.num_draft_tokens,
-            num_accepted_tokens=self.num_accepted_tokens,
-            num_aborted_reqs=self.num_aborted_reqs,
-            num_rejected_reqs=self.num_rejected_reqs,
+            num_draft_tokens=totals.num_draft_tokens,
+            num_accepted_tokens=totals.num_accepted_tokens,
+            num_aborted_reqs=totals.num_aborted_reqs,
+            num_rejected_reqs=totals.num_rejected_reqs,
             recent_prefix_cache_queries=prefix_cache.recent_queries,
             recent_prefix_cache_hits=prefix_cache.recent_hits,
             num_resumed_reqs=prefix_cache.num_resumed_reqs,
             num_preempted_queries=prefix_cache.num_preempted_queries,
             num_preempted_hits=prefix_cache.num_preempted_hits,
+            num_arrived_reqs=totals.num_arrived_reqs,
+            num_finished_reqs=totals.num_finished_reqs,
+            num_error_reqs=totals.num_error_reqs,
+            num_output_tokens=totals.num_output_tokens,
+            num_prompt_tokens_computed=totals.num_prompt_tokens_computed,
+            num_recomputed_tokens=totals.num_recomputed_tokens,
+            num_evicted_blocks=pool.num_evicted_blocks,
         )
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:

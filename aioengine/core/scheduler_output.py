@@ -94,6 +94,14 @@ class SchedulerStats:
     num_resumed_reqs: int = 0  # total: each time that one came back
     num_preempted_queries: int = 0  # total, in tokens
     num_preempted_hits: int = 0  # total, in tokens
+    # More totals since the engine started; None: a recording of before these were kept (schema 2).
+    num_arrived_reqs: int | None = None
+    num_finished_reqs: int | None = None  # however they ended, aborts and errors included
+    num_error_reqs: int | None = None
+    num_output_tokens: int | None = None  # sampled and accepted
+    num_prompt_tokens_computed: int | None = None  # for the first time: without what the prefix cache served
+    num_recomputed_tokens: int | None = None  # prompt and output tokens that were computed again after a preemption
+    num_evicted_blocks: int | None = None  # lost the content that they cached
 
     @property
     def prefix_cache_hit_rate(self) -> float | None:
@@ -130,3 +138,8 @@ class BlockChanges:
     # Became findable by content, and still are: applied after `evicted`, the set of cached blocks is right.
     cached: list[int] = field(default_factory=list)
     cached_hashes: list[str] = field(default_factory=list)  # of `cached`: the first hex digits of their content's hash
+    cached_parent_hashes: list[str] = field(default_factory=list)  # of the blocks before them in their prefix; "": they are first
+    # Of `freed`, for the order of the free queue: how many of `allocated` were taken before, and whether the block went to the
+    # front of the queue, to be taken next, as it caches nothing.
+    freed_after: list[int] = field(default_factory=list)
+    freed_to_front: list[bool] = field(default_factory=list)

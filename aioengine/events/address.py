@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import stat
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +52,13 @@ def parse_address(text: str | Path) -> Address:
     if len(name) > _MAX_UNIX_PATH:
         raise ConfigError(f"the socket path {path} has {len(name)} bytes, at most {_MAX_UNIX_PATH} are possible")
     return UnixAddress(path)
+
+
+def socket_folder() -> tempfile.TemporaryDirectory[str]:
+    """A temporary folder (0700) for a socket of a short name: in /tmp where `TMPDIR` is so long that no socket below could be named."""
+    usual = os.fsencode(tempfile.gettempdir())
+    is_short = len(usual) + len("/aioengine-xxxxxxxx/events.sock") <= _MAX_UNIX_PATH
+    return tempfile.TemporaryDirectory(prefix="aioengine-", dir=None if is_short else "/tmp")
 
 
 def bind(address: Address) -> socket.socket:

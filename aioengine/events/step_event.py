@@ -12,8 +12,9 @@ from aioengine.core.scheduler_output import AdmissionStop, BlockChanges, Schedul
 from aioengine.outputs import FinishReason
 from aioengine.sampling_params import SamplingParams
 
-SCHEMA_VERSION = 2
-"""1: until 0.1. 2: `approximate`; older lines lack fields that have a default."""
+SCHEMA_VERSION = 3
+"""1: until 0.1. 2: `approximate`. 3: the engine's totals, the last step in a snapshot, why admission stopped, the order of the free
+queue, parent hashes, when masks were computed. Older lines lack fields that have a default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,8 @@ class StepEvent:
     added: list[RequestInfo] = field(default_factory=list)  # arrived since the previous event
     finished: list[FinishedInfo] = field(default_factory=list)  # ended since the previous event: aborts, mostly
     approximate: bool = False  # read back from a line: values that JSON has no form for were written in the nearest one
+    stopped_req_id: str | None = None  # the waiting request at which admission stopped; None: the queue was empty
+    num_blocks_needed: int = 0  # free blocks that it would take; 0 but for the admission stop "no_blocks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,8 @@ class StepResultEvent:
     num_draft_tokens: int = 0  # draft tokens that this step checked
     num_accepted_tokens: int = 0  # those that were right
     approximate: bool = False  # as in a StepEvent
+    grammar_start: float | None = None  # when the host computed the masks that this step sampled with; None: it needed none
+    grammar_end: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +105,9 @@ class RequestSnapshot:
     sampling_params: SamplingParams | None = None
     prompt: str | None = None  # these two only where the user asked for text to be published
     text: str | None = None
+    recompute_until: int | None = None  # positions below this were computed before a preemption; None: not told (schema 2)
+    scheduled_time: float | None = None  # of its first tokens; None: it has not run yet
+    first_token_time: float | None = None  # None: it has no token yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +125,10 @@ class EngineSnapshot:
     num_in_flight: int = 0  # steps
     paused: bool = False  # nothing is scheduled until the engine is resumed
     approximate: bool = False  # as in a StepEvent
+    cached_parent_hashes: list[str] = field(default_factory=list)  # as in BlockChanges, one for each of cached_block_ids
+    free_block_ids: list[int] = field(default_factory=list)  # in the order in which they will be taken
+    last_step: StepEvent | None = None  # the one of step_id
+    last_result: StepResultEvent | None = None  # the latest that came; of last_step, or of one before it
 
 
 Event = StepEvent | StepResultEvent | EngineSnapshot

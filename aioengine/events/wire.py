@@ -136,6 +136,9 @@ def _check_integers(line: dict[str, Any]) -> None:
     else:
         requests = line.get("requests", ())
         integers = [request["priority"] for request in requests]
+    for name in ("last_step", "last_result"):
+        if line.get(name) is not None:
+            _check_integers(line[name])
     integers += [info.priority for info in line.get("added", ())]
     for request in requests:
         params = request["sampling_params"]
@@ -162,6 +165,8 @@ def _event_to_dict(event: Event, include_prompts: bool) -> dict[str, Any]:
             line["new_text"] = {}
         case EngineSnapshot():
             line["requests"] = [_request_snapshot_to_dict(request, include_prompts) for request in event.requests]
+            for name, told in (("last_step", event.last_step), ("last_result", event.last_result)):
+                line[name] = None if told is None else _event_to_dict(told, include_prompts)
     if not include_prompts and not isinstance(event, EngineSnapshot):
         line["added"] = [_without_prompt(info) for info in event.added]
     return line

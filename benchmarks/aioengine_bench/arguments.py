@@ -175,7 +175,7 @@ def serve_settings(args: argparse.Namespace, host: Host) -> ServeSettings:
 
 
 def save_options(args: argparse.Namespace) -> SaveOptions:
-    """Raises ConfigError."""
+    """`SaveOptions` of the command line. Raises ConfigError."""
     return SaveOptions(**given(args, SaveOptions))
 
 

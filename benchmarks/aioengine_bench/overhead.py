@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import gc
 import itertools
-import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from aioengine.engine.loop.engine_core import EngineCore, RequestEnd
 from aioengine.engine.outputs.output_collector import OutputCollector
 from aioengine.engine.outputs.output_processor import OutputProcessor
 from aioengine.engine.processed_input import ProcessedInput
+from aioengine.events.address import socket_folder
 from aioengine.events.bus import StepBus
 from aioengine.events.recording.writer import StepRecorder
 from aioengine.events.server import EventServer
@@ -176,7 +176,7 @@ async def _consume(collector: OutputCollector) -> None:
 async def _watched(rig: OverheadRig) -> AsyncIterator[None]:
     """The watcher of the case, for the time of the block."""
     header = WireHeader.create("none")
-    with tempfile.TemporaryDirectory() as folder:
+    with socket_folder() as folder:
         match rig.case.watcher:
             case "nobody":
                 yield

@@ -165,7 +165,7 @@ def test_draft_tokens_preempt_nobody_and_leave_a_block_for_everybody() -> None:
     assert draft_token_ids(out, "a") == draft_token_ids(out, "b") == [1, 2, 3], (
         "the block that the known token needs has room for three more"
     )
-    assert scheduler.num_preemptions == 0
+    assert scheduler.totals.num_preemptions == 0
 
 
 def test_a_block_with_a_rejected_draft_token_is_never_served() -> None:

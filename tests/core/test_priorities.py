@@ -174,7 +174,7 @@ def test_no_ping_pong_the_preempted_request_comes_back_once() -> None:
             out, ModelRunnerOutput(list(out.num_scheduled_tokens), dict.fromkeys(out.num_scheduled_tokens, 0), [[7]])
         )
     assert order == ["urgent"] * 6 + ["batch"] * 5
-    assert scheduler.num_preemptions == 1
+    assert scheduler.totals.num_preemptions == 1
 
 
 # ------------------------------------------------------------------ any traffic

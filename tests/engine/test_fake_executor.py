@@ -32,7 +32,7 @@ def test_a_correct_run_passes_and_leaves_nothing(executor: FakeExecutor) -> None
     while (output := scheduler.schedule()) is not None:
         executor.execute_model(output).result()
         scheduler.update_from_output(output, executor.sample_tokens().result())
-    assert scheduler.num_preemptions > 0
+    assert scheduler.totals.num_preemptions > 0
     assert executor.req_ids == set()
 
 

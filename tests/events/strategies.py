@@ -147,9 +147,17 @@ scheduler_outputs = st.builds(
     new_block_ids_to_zero=block_ids,
     scheduled_spec_decode_tokens=st.dictionaries(req_ids, token_ids, max_size=2),
 )
-stats = st.builds(SchedulerStats, *[counts] * 13) | st.builds(SchedulerStats, *[counts] * 18)
+stats = st.builds(SchedulerStats, *[counts] * 13) | st.builds(SchedulerStats, *[counts] * 18) | st.builds(SchedulerStats, *[counts] * 25)
 block_changes = st.builds(
-    BlockChanges, allocated=block_ids, freed=block_ids, evicted=block_ids, cached=block_ids, cached_hashes=st.lists(texts, max_size=2)
+    BlockChanges,
+    allocated=block_ids,
+    freed=block_ids,
+    evicted=block_ids,
+    cached=block_ids,
+    cached_hashes=st.lists(texts, max_size=2),
+    cached_parent_hashes=st.lists(texts, max_size=2),
+    freed_after=block_ids,
+    freed_to_front=st.lists(st.booleans(), max_size=2),
 )
 finished = st.lists(
     st.builds(
@@ -184,6 +192,8 @@ step_events = st.builds(
     schedule_end=times,
     added=st.lists(request_infos, max_size=2),
     finished=finished,
+    stopped_req_id=st.none() | req_ids,
+    num_blocks_needed=counts,
 )
 result_events = st.builds(
     StepResultEvent,
@@ -204,6 +214,8 @@ result_events = st.builds(
     new_text=st.dictionaries(req_ids, texts, max_size=2),
     num_draft_tokens=counts,
     num_accepted_tokens=counts,
+    grammar_start=st.none() | times,
+    grammar_end=st.none() | times,
 )
 snapshots = st.builds(
     EngineSnapshot,
@@ -227,11 +239,18 @@ snapshots = st.builds(
             sampling_params=st.none() | sampling_params,
             prompt=st.none() | texts,
             text=st.none() | texts,
+            recompute_until=st.none() | counts,
+            scheduled_time=st.none() | times,
+            first_token_time=st.none() | times,
         ),
         max_size=2,
     ),
     cached_block_ids=block_ids,
     cached_block_hashes=st.lists(texts, max_size=2),
+    cached_parent_hashes=st.lists(texts, max_size=2),
+    free_block_ids=block_ids,
+    last_step=st.none() | step_events,
+    last_result=st.none() | result_events,
     lingering=st.dictionaries(req_ids, counts, max_size=2),
     num_in_flight=st.integers(0, 4),
     paused=st.booleans(),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from aioengine import AsyncEngine
 from aioengine.engine.publish_options import PublishOptions
 from aioengine.errors import ConfigError
+from aioengine.events.address import bind, parse_address, socket_folder
 from aioengine.events.server import EventServer
 from aioengine.testing import FakeExecutor, FakeTokenizer
 
@@ -25,3 +28,11 @@ def test_a_token_is_not_shown_and_must_be_text() -> None:
     assert "S3CRET" not in repr(PublishOptions(events="tcp:127.0.0.1:0", events_token="S3CRET"))
     with pytest.raises(ConfigError, match=r"token .* is not valid Unicode"):
         EventServer("tcp:127.0.0.1:0", token="\ud800")
+
+
+def test_the_temporary_folder_of_a_socket_is_short_enough_whatever_tmpdir_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in (tmp_path, tmp_path / ("x" * 120)):
+        folder.mkdir(exist_ok=True)
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        with socket_folder() as name:
+            bind(parse_address(f"{name}/events.sock")).close()

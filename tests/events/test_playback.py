@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -13,10 +14,10 @@ import pytest
 
 from aioengine.core.scheduler_output import BlockChanges, CachedRequestData, NewRequestData, SchedulerOutput, SchedulerStats
 from aioengine.events.recording.cursor import RecordingCursor
-from aioengine.events.recording.index import STRIDE, RecordingIndex
+from aioengine.events.recording.index import LANDMARKS, STRIDE, RecordingIndex
 from aioengine.events.recording.reader import read_recording
 from aioengine.events.recording.writer import StepRecorder
-from aioengine.events.sources.base import StreamItem
+from aioengine.events.sources.base import Restored, StreamItem
 from aioengine.events.sources.file import FileSource
 from aioengine.events.step_event import EngineSnapshot, FinishedInfo, StepEvent, StepResultEvent
 from aioengine.events.wire import WireError, WireHeader
@@ -175,7 +176,7 @@ def test_every_place_has_the_state_of_having_come_there_step_by_step(path: Path)
             expected[position] = as_bytes(state)
         if event is not None:
             state.apply(event)
-    player = RecordingCursor(path, make_state=DashboardState)
+    player = RecordingCursor(path, make_state=DashboardState, whole_history=True)
     for place in places:
         player.seek(place)
         assert player.position == place
@@ -186,7 +187,7 @@ def test_every_place_has_the_state_of_having_come_there_step_by_step(path: Path)
 def test_the_states_that_are_kept_are_a_bounded_number(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioengine.events.recording.cursor._FIRST_INTERVAL", 4)
     monkeypatch.setattr("aioengine.events.recording.cursor._MAX_CHECKPOINTS", 10)
-    player = RecordingCursor(path, make_state=DashboardState)
+    player = RecordingCursor(path, make_state=DashboardState, whole_history=True)
     for _ in player.seek_in_parts(10**9, part=1):
         assert len(player._checkpoints) <= 10
         assert len(player._near) <= 8
@@ -198,7 +199,7 @@ def test_the_states_that_are_kept_are_a_bounded_number(path: Path, tmp_path: Pat
 
 
 def test_stepping_back_folds_few_events(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    player = RecordingCursor(path, make_state=DashboardState)
+    player = RecordingCursor(path, make_state=DashboardState, whole_history=True)
     player.seek(10**9)
     player.seek(player.position - 1)
     folded = 0
@@ -218,7 +219,7 @@ def test_stepping_back_folds_few_events(path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_playing_folds_nothing_and_takes_copies_for_going_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioengine.events.recording.cursor._FIRST_INTERVAL", 64)
-    player = RecordingCursor(path, make_state=DashboardState)
+    player = RecordingCursor(path, make_state=DashboardState, whole_history=True)
     viewer = DashboardState()
     viewer.apply(player.index.header)
     states: list[bytes] = [as_bytes(viewer)]
@@ -263,6 +264,28 @@ def test_a_far_seek_begins_at_a_snapshot(path: Path, tmp_path: Path, monkeypatch
     whole.close()
 
 
+def test_the_totals_at_a_place_are_the_same_by_any_way_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Far seeks begin at snapshots, and what this viewer saw itself is then less; the engine's own counts are not."""
+    monkeypatch.setattr("aioengine.engine.loop.core_events.SNAPSHOT_INTERVAL", 10)
+    monkeypatch.setattr("aioengine.events.recording.cursor._MAX_FOLDED", 40)
+    make_run(num_requests=60, record=tmp_path / "run.jsonl")
+    states, state = [], DashboardState()
+    for event in read_recording(tmp_path / "run.jsonl").events:
+        states.append(state.totals)
+        state.apply(event)
+    rng, num_less = random.Random(0), 0
+    player = RecordingCursor(tmp_path / "run.jsonl", make_state=DashboardState)
+    for _ in range(40):
+        player.seek(rng.randrange(1, len(states)))
+        totals = player.state.totals
+        assert totals == states[player.position]
+        assert totals.origin == "engine"
+        num_less += player.state.since_attach.num_output_tokens < totals.num_output_tokens
+        assert player.last_time == pytest.approx(player.state.last_event_time)
+    assert num_less > 10
+    player.close()
+
+
 # ---------------------------------------------------------------------------------------------------- the source
 @contextlib.asynccontextmanager
 async def watching(source: FileSource, state: DashboardState) -> AsyncIterator[None]:
@@ -295,6 +318,32 @@ async def test_it_plays_to_the_end_at_its_speed(path: Path) -> None:
         assert source.elapsed == pytest.approx(source.duration)
 
 
+async def test_during_a_jump_the_time_and_the_place_are_those_of_what_is_shown(path: Path) -> None:
+    state = DashboardState()
+    source = FileSource(path, make_state=DashboardState, playing=False)
+    async with watching(source, state):
+        await source.seek_step(5)
+        await until(lambda: state.last_step_id == 5)
+        before = (source.now(), source.position, source.elapsed)
+        assert before[0] == state.now
+        seeking = asyncio.create_task(source.seek_fraction(0.9))
+        num_looks = 0
+        while state.last_step_id == 5:
+            assert (source.now(), source.position, source.elapsed) == before, "the old step stands beside its own time"
+            assert state.status.position == before[1] or state.status.position is None
+            num_looks += source.seeking
+            await asyncio.sleep(0)
+        await seeking
+        assert num_looks > 2
+        await until(lambda: not source.seeking)
+        assert source.now() == state.now > before[0]
+        assert source.position == state.num_events
+        await source.seek_fraction(0.0)
+        await until(lambda: state.num_events == 0)
+        assert source.now() == state.now
+        assert (source.position, source.elapsed) == (0, 0.0)
+
+
 async def test_pause_step_seek_and_jump(path: Path) -> None:
     state = DashboardState()
     source = FileSource(path, make_state=DashboardState, playing=False)
@@ -313,12 +362,12 @@ async def test_pause_step_seek_and_jump(path: Path) -> None:
         assert state.current is not None
         assert state.current.in_flight
         assert await source.jump("preemption")
-        await until(lambda: state.num_events == source.position)
+        await until(lambda: not source.seeking and state.num_events == source.position)
         assert state.current.preempted_ids
         before = state.last_step_id
         assert before > 40
         moved = await source.jump("preemption", backwards=True)
-        await until(lambda: state.num_events == source.position)
+        await until(lambda: not source.seeking and state.num_events == source.position)
         assert (state.last_step_id < before) == moved
         assert await source.jump("slowest")
         await source.seek_fraction(1.0)
@@ -359,7 +408,7 @@ async def test_a_viewer_is_asked_for_copies_while_it_plays(path: Path, monkeypat
         kept = dict(cursor._checkpoints)
         assert [kept[place].num_events for place in kept] == list(kept) != []
         await source.step(-1)
-        await until(lambda: state.num_events == source.position)
+        await until(lambda: not source.seeking and state.num_events == source.position)
 
 
 @pytest.fixture
@@ -376,3 +425,59 @@ async def test_a_damaged_line_stops_the_replay_and_says_where(damaged: Path) -> 
     async with watching(source, state):
         await until(lambda: "line 6" in state.status.detail)
         assert state.num_events == 4
+
+
+def test_a_far_jump_shows_its_place_first_and_its_history_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioengine.engine.loop.core_events.SNAPSHOT_INTERVAL", 10)
+    monkeypatch.setattr("aioengine.events.recording.cursor._MAX_FOLDED", 20)
+    monkeypatch.setattr("aioengine.events.recording.cursor.HISTORY_EVENTS", 200)
+    monkeypatch.setattr("aioengine.events.sources.file.HISTORY_EVENTS", 200)
+    make_run(num_requests=60, record=tmp_path / "run.jsonl")
+    first, second = asyncio.run(_two_states_of_a_jump(tmp_path / "run.jsonl"))
+    assert first.num_events < 40
+    assert 200 <= second.num_events < 300
+    assert first.last_step_id == second.last_step_id
+    assert first.block_codes() == second.block_codes()
+    assert first.requests.keys() == second.requests.keys()
+    assert len(second.steps) > len(first.steps)
+
+
+async def _two_states_of_a_jump(path: Path) -> list[DashboardState]:
+    restored: list[DashboardState] = []
+    async with FileSource(path, make_state=DashboardState, playing=False) as source:
+        await source.seek_fraction(0.9)
+        async for item in source:
+            if isinstance(item, Restored):
+                restored.append(item.state)
+                if len(restored) == 2:
+                    break
+    return restored
+
+
+def test_the_marks_of_the_bar_are_the_landmarks(path: Path) -> None:
+    index = RecordingIndex(path)
+    index.scan()
+    for kind in LANDMARKS:
+        num_cells = 37
+        marked = [cell for cell, on in enumerate(index.marks(kind, num_cells)) if on]
+        places: set[int] = set()
+        place = index.next_landmark(kind, 0)
+        while place is not None and place not in places:
+            places.add(place)
+            place = index.next_landmark(kind, place)
+        assert marked == sorted({next(c for c in range(num_cells) if p <= round(index.num_events * (c + 1) / num_cells)) for p in places})
+
+
+def test_snapshots_come_as_often_as_a_reader_needs_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the work that folding what lies between them is, not by steps alone."""
+    monkeypatch.setattr("aioengine.engine.loop.core_events.SNAPSHOT_WORK", 500)
+    make_run(num_requests=60, record=tmp_path / "run.jsonl")
+    events = read_recording(tmp_path / "run.jsonl").events
+    work, most = 0, 0
+    for event in events:
+        if isinstance(event, EngineSnapshot):
+            work = 0
+        elif isinstance(event, StepEvent):
+            work += 30 + len(event.output.num_scheduled_tokens)
+            most = max(most, work)
+    assert 500 <= most < 800

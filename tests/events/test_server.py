@@ -124,7 +124,8 @@ async def test_two_viewers_attach_detach_and_attach_again(path: Path) -> None:
         await generate(engine)
         async with watching(SocketSource(str(path)), third):
             await until(lambda: third.last_step_id > first.last_step_id)
-        assert second.totals.num_steps < first.totals.num_steps
+        assert second.since_attach.num_steps < first.since_attach.num_steps
+        assert second.totals == first.totals
 
 
 async def test_a_viewer_comes_back_when_the_engine_does(path: Path) -> None:
@@ -411,6 +412,12 @@ async def test_commands_from_a_viewer(path: Path) -> None:
             assert state.finished[first].finish_reason == "length"
             assert state.finished[second].finish_reason == "abort"
             assert state.finished[first].prompt == "x" * 20
+            answer = await control.read(first)
+            assert answer == (state.finished[first].text, True)
+            assert await control.read("nobody") is None
+            chat = await control.submit("hello", max_tokens=3, chat=True)
+            await until(lambda: chat in state.finished)
+            assert state.finished[chat].prompt == FakeTokenizer().apply_chat_template([{"role": "user", "content": "hello"}])
             with pytest.raises(ControlError, match="pause"):
                 await control.step()
             with pytest.raises(ControlError, match="max_tokens"):

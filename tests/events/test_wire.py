@@ -70,6 +70,8 @@ STEP = StepEvent(
     schedule_start=1.0,
     schedule_end=1.25,
     added=[RequestInfo("new", 3, 16, 0.5, prompt="a secret")],
+    stopped_req_id="next",
+    num_blocks_needed=3,
 )
 
 
@@ -78,7 +80,7 @@ RESULT = StepResultEvent(
     time=1.75,
     num_new_tokens={"new": 1},
     stats=SchedulerStats(1, 2, 0, 100, 90, 5, 0, 30, 16),
-    block_changes=BlockChanges([4], [5], [6], [7], ["ab"]),
+    block_changes=BlockChanges([4], [5], [6], [7], ["ab"], [""], [1], [True]),
     queue_depth=1,
     execute_start=1.5,
     execute_end=1.6,
@@ -89,6 +91,8 @@ RESULT = StepResultEvent(
     finished=[FinishedInfo("old", "stop", 5, "END")],
     added=[RequestInfo("next", 3, 16, 0.5, prompt="a secret")],
     new_text={"new": "Hi"},
+    grammar_start=1.25,
+    grammar_end=1.5,
 )
 SNAPSHOT = EngineSnapshot(
     step_id=3,
@@ -110,10 +114,17 @@ SNAPSHOT = EngineSnapshot(
             ),
             prompt="a secret",
             text="Hi",
+            recompute_until=2,
+            scheduled_time=1.0,
+            first_token_time=1.75,
         )
     ],
     cached_block_ids=[4],
     cached_block_hashes=["ab"],
+    cached_parent_hashes=[""],
+    free_block_ids=[9, 8],
+    last_step=STEP,
+    last_result=RESULT,
     lingering={"gone": 2},
     num_in_flight=1,
 )
@@ -122,7 +133,9 @@ SNAPSHOT = EngineSnapshot(
 def without_prompts(event: Event) -> Event:
     """What a reader sees of `event` when prompts travel as lengths."""
     if isinstance(event, EngineSnapshot):
-        return dataclasses.replace(event, requests=[dataclasses.replace(req, prompt=None, text=None) for req in event.requests])
+        last_step, last_result = (told and without_prompts(told) for told in (event.last_step, event.last_result))
+        requests = [dataclasses.replace(req, prompt=None, text=None) for req in event.requests]
+        return dataclasses.replace(event, requests=requests, last_step=last_step, last_result=last_result)  # type: ignore[arg-type]
     if isinstance(event, StepResultEvent):
         return dataclasses.replace(event, new_text={}, added=[dataclasses.replace(info, prompt=None) for info in event.added])
     new = [
@@ -210,7 +223,10 @@ for _ in range(5000):
         (object(), "<object>"),
         (_Angry(), "<_Angry>"),
         (RequestOutputKind.DELTA, 1),
-        (BlockChanges([2**70]), {"allocated": [2**64 - 1], "freed": [], "evicted": [], "cached": [], "cached_hashes": []}),
+        (
+            FinishedInfo("a", "stop", 2**70),
+            {"request_id": "a", "finish_reason": "stop", "num_output_tokens": 2**64 - 1, "stop_reason": None},
+        ),
     ],
 )
 def test_what_json_has_no_form_for_gets_the_nearest_one(value: object, form: object) -> None:
@@ -258,6 +274,27 @@ def test_recordings_of_schema_1_still_read_and_replay(name: str, num_events: int
         assert snapshot.requests[0].prompt == "hello world"
     else:
         assert ends == {"only": "length"}
+
+
+def test_a_recording_of_schema_2_still_reads_and_says_whose_totals_it_has() -> None:
+    """It was written by the last engine before the totals travelled; it has a preemption, evictions, an abort and snapshots."""
+    recording = read_recording(DATA / "schema_2.jsonl")
+    assert recording.header.schema_version == 2
+    state = DashboardState()
+    state.apply(recording.header)
+    for event in recording.events:
+        assert not event.approximate
+        state.apply(event)
+        assert state.totals.origin == "since_attach"
+        assert state.blocks.num_used == event.stats.num_used_blocks
+        assert state.blocks.num_cached == event.stats.num_cached_blocks
+    totals = state.totals
+    assert (totals.num_steps, totals.num_finished, totals.num_aborted, totals.num_preemptions) == (82, 9, 1, 1)
+    assert (totals.num_output_tokens, totals.num_evicted_blocks) == (153, 36)
+    assert totals.num_prompt_tokens_computed + totals.num_cached_tokens == sum(row.num_prompt_tokens for row in state.finished.values())
+    assert state.blocks.eviction_order() is None
+    assert all(node.parent_hash for node in state.blocks.prefix_nodes())
+    state_to_json(state, complete=True)
 
 
 def test_parameters_that_only_an_older_engine_took_still_read() -> None:

@@ -117,7 +117,7 @@ async def test_counts_and_sums_are_those_of_the_requests_and_of_the_events() -> 
     ran = [output for output in outputs if output.metrics.first_token_time is not None]
 
     def seconds(name: str) -> float:
-        return float(sum(getattr(output.metrics, f"{name}_seconds") for output in ran))
+        return float(sum(getattr(output.metrics, f"{name}_s") for output in ran))
 
     assert stats.num_preemptions > 0, "the load is one that preempts"
     assert total(found, "vllm:num_preemptions_total") == stats.num_preemptions

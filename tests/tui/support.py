@@ -69,7 +69,7 @@ class MadeUpEngine:
         finished, self._finished = self._finished, []
         scheduled = StepEvent(
             output.step_id, start + 0.001, output, self.scheduler.make_stats(), report.admission_stop, BUDGET, report.block_changes,
-            1, start, start + 0.001, added, finished,
+            1, start, start + 0.001, added, finished, stopped_req_id=report.stopped_req_id, num_blocks_needed=report.num_blocks_needed,
         )  # fmt: skip
         self.executor.execute_model(output).result()
         sampled = self.executor.sample_tokens().result()

@@ -42,7 +42,7 @@ def is_varied(run: Run) -> bool:
     return (
         {share.kind for record in state.steps for share in record.shares} == {"prefill", "chunk", "decode", "resumed"}
         and {row.finish_reason for row in state.finished.values()} == {"length", "stop", "abort"}
-        and bool(state.totals.num_evicted_blocks)
+        and bool(state.since_attach.num_evicted_blocks)
         and any(snapshot.lingering for snapshot in run.snapshots)
     )
 
@@ -80,6 +80,8 @@ def test_the_state_agrees_with_the_engines_own_counts_after_every_event(run: Run
             assert row.num_output_tokens == request.num_output_tokens
             assert row.num_preemptions == request.num_preemptions
             assert row.text == (request.text or None)
+            assert row.recompute_until == request.recompute_until
+            assert (row.scheduled_time, row.first_token_time) == (request.scheduled_time, request.first_token_time)
         owners: dict[int, set[str]] = {}
         for request in snapshot.requests:
             for block_id in request.block_ids:
@@ -89,11 +91,204 @@ def test_the_state_agrees_with_the_engines_own_counts_after_every_event(run: Run
             assert set(info.owners) == owners.get(block_id, set())
             assert info.ref_cnt == len(info.owners)
             assert info.is_cached == (block_id in snapshot.cached_block_ids)
-            free = "cached" if info.is_cached else "free"
+            free = "free_cached" if info.is_cached else "empty"
             assert info.state == (free, "used", "shared")[min(info.ref_cnt, 2)]
             if info.is_cached:
-                assert info.block_hash == snapshot.cached_block_hashes[snapshot.cached_block_ids.index(block_id)]
+                index = snapshot.cached_block_ids.index(block_id)
+                assert info.block_hash == snapshot.cached_block_hashes[index]
+                assert info.parent_hash == snapshot.cached_parent_hashes[index]
+        assert state.blocks.eviction_order() == snapshot.free_block_ids
+        assert state.blocks.num_free == stats.num_free_blocks == gauges.num_free_cached_blocks + gauges.num_empty_blocks
         assert state.blocks.num_shared == sum(len(names) > 1 for names in owners.values())
+
+
+def test_the_engines_totals_are_what_a_viewer_counts_that_saw_everything(run: Run) -> None:
+    """Two ways of counting: the scheduler's counters, and the events one by one."""
+    state = DashboardState()
+    for event in run.events:
+        state.apply(event)
+        totals = dataclasses.asdict(state.totals)
+        assert totals.pop("origin") == "engine"
+        assert totals == dataclasses.asdict(state.since_attach)
+    assert state.totals.num_recomputed_tokens > 0
+    assert state.totals.num_cached_tokens > 0
+    assert state.totals.num_evicted_blocks > 0
+
+
+def test_totals_are_the_engines_for_a_fresh_viewer_and_after_a_gap(run: Run) -> None:
+    fresh, lossy, whole = DashboardState(), DashboardState(), DashboardState()
+    middle = len(run.events) // 2
+    for index, event in enumerate(run.events):
+        whole.apply(event)
+        if index < middle - 30:
+            lossy.apply(event)
+        elif index == middle:
+            lossy.apply(Gap(31))
+            for late in (fresh, lossy):
+                late.apply(decode(encode(run.snapshots[index])))
+        elif index > middle:
+            fresh.apply(event)
+            lossy.apply(event)
+        if index >= middle:
+            assert fresh.totals == lossy.totals == whole.totals
+    assert fresh.since_attach.num_finished < whole.totals.num_finished
+    assert lossy.since_attach.num_output_tokens < whole.totals.num_output_tokens
+
+
+def test_a_late_viewer_has_the_last_step_and_the_times_at_once(run: Run) -> None:
+    """Also of an engine that is paused, from which nothing more comes."""
+    whole = DashboardState()
+    reasons = set()
+    for event, snapshot in zip(run.events, run.snapshots, strict=True):
+        whole.apply(event)
+        late = DashboardState()
+        late.apply(run.header)
+        late.apply(decode(encode(dataclasses.replace(snapshot, paused=True))))
+        assert late.current is not None
+        assert whole.current is not None
+        live = {request.request_id for request in snapshot.requests}
+        assert late.admission_stop == whole.admission_stop == late.current.admission_stop
+        # Of a request that has ended since, the late viewer has no table; how much it was given is in the frame.
+        for ours, theirs in zip(late.current.shares, whole.current.shares, strict=True):
+            if ours.request_id in live and whole.requests[ours.request_id].state == "running":
+                assert ours == theirs
+            assert ours[:1] + ours[2:4] + ours[5:] == theirs[:1] + theirs[2:4] + theirs[5:]
+        assert dataclasses.replace(late.current, shares=()) == dataclasses.replace(whole.current, shares=())
+        for row in whole.requests.values():
+            if row.is_live:
+                assert late.requests[row.request_id].ttft == row.ttft
+                assert late.requests[row.request_id].queue_wait == row.queue_wait
+                assert late.share_of(late.requests[row.request_id]) == whole.share_of(row)
+        running = [row for row in late.requests.values() if row.ttft is not None]
+        assert (late.gauges().ttft_p50 is not None) == bool(running)
+        reasons.add(late.current.admission_stop)
+    assert len(reasons) >= 3
+
+
+def test_a_share_is_what_the_frame_says_and_its_table_is_the_engines(run: Run) -> None:
+    state = DashboardState()
+    before: dict[str, tuple[int, ...]] = {}
+    num_replaced = 0
+    for event, snapshot in zip(run.events, run.snapshots, strict=True):
+        state.apply(event)
+        if not isinstance(event, StepEvent):
+            continue
+        record, output = state.current, event.output
+        assert record is not None
+        tables = {request.request_id: tuple(request.block_ids) for request in snapshot.requests}
+        cached = output.scheduled_cached_reqs
+        new = {new.req_id: new for new in output.scheduled_new_reqs}
+        for share in record.shares:
+            assert share.block_ids == tables[share.request_id]
+            if share.request_id in new:
+                assert (share.start, share.num_output_tokens) == (new[share.request_id].num_computed_tokens, 0)
+                assert share.new_block_ids == tuple(new[share.request_id].block_ids[0])
+            else:
+                index = cached.req_ids.index(share.request_id)
+                told = cached.new_block_ids[index]
+                assert share.new_block_ids == (tuple(told[0]) if told is not None else ())
+                assert (share.start, share.num_output_tokens) == (cached.num_computed_tokens[index], cached.num_output_tokens[index])
+            assert share.replaces_table == (share.request_id in new or share.request_id in cached.resumed_req_ids)
+            if not share.replaces_table:
+                assert share.blocks_before == before[share.request_id]
+            num_replaced += share.replaces_table
+        before |= {share.request_id: share.block_ids for share in record.shares}
+        assert record.allocated_ids == tuple(event.block_changes.allocated)
+        assert record.freed_ids == tuple(event.block_changes.freed)
+        assert record.evicted_ids == tuple(event.block_changes.evicted)
+        assert record.stopped_req_id == event.stopped_req_id
+    assert num_replaced > len(state.finished)  # some were resumed
+
+
+def test_why_a_request_waits_is_what_stopped_the_admission(run: Run) -> None:
+    state = DashboardState()
+    state.apply(run.header)
+    reasons = set()
+    for event in run.events:
+        state.apply(event)
+        if not isinstance(event, StepEvent):
+            continue
+        queue = state.queue()
+        if event.admission_stop == "queue_empty":
+            assert event.stopped_req_id is None
+            continue
+        assert queue[0].request_id == event.stopped_req_id, "admission stops at the next one"
+        for position, row in enumerate(queue, 1):
+            wait = state.wait_of(row)
+            assert wait is not None
+            assert (wait.position, wait.num_waiting, wait.reason) == (position, len(queue), event.admission_stop)
+            assert wait.is_stopped == (position == 1)
+            if wait.reason == "no_blocks":
+                assert wait.num_blocks_needed is not None
+                assert wait.num_blocks_needed > wait.num_free_blocks == event.stats.num_free_blocks
+            else:
+                assert wait.num_blocks_needed is None
+        reasons.add(event.admission_stop)
+    assert {"no_blocks", "max_num_seqs", "budget"} <= reasons
+
+
+def test_hits_of_a_prefix_are_counted_at_its_nodes(run: Run) -> None:
+    """Each block that served a prompt is one more hit of its node, for as long as it is cached."""
+    state = DashboardState()
+    state.apply(run.header)
+    found = 0
+    for event in run.events:
+        num_hits = {node.block_hash: node.num_hits for node in state.blocks.prefix_nodes()}
+        state.apply(event)
+        nodes = state.blocks.prefix_nodes()
+        by_hash = {node.block_hash: node for node in nodes}
+        assert len(by_hash) == len(nodes) == state.blocks.num_cached
+        if isinstance(event, StepEvent):
+            for new in event.output.scheduled_new_reqs:
+                parent = ""
+                for block_id in new.block_ids[0][: new.num_computed_tokens // 4]:
+                    node = next(node for node in nodes if node.block_id == block_id)
+                    assert node.parent_hash == parent
+                    assert node.num_hits > num_hits.get(node.block_hash, 0)
+                    parent = node.block_hash
+                    found += 1
+    assert found * 4 == state.totals.num_cached_tokens > 0
+
+
+def test_rates_are_over_the_time_since_the_viewer_attached(run: Run) -> None:
+    """Also in the first seconds: a step each 20 ms is 50 a second from the start."""
+    stats = SchedulerStats(0, 1, 0, 9, 5, 0, 0, 0, 0)
+    state = DashboardState()
+    state.apply(EngineSnapshot(7, 100.0, stats, [], []))
+    step = next(event for event in run.events if isinstance(event, StepEvent))
+    output = dataclasses.replace(step.output, scheduled_new_reqs=[], num_scheduled_tokens={}, total_num_scheduled_tokens=0)
+    for number in range(1, 500):
+        time = 100.0 + number * 0.02
+        state.apply(dataclasses.replace(step, step_id=7 + number, time=time, output=output, stats=stats, added=[]))
+        state.tick(time + 0.01)
+        assert state.gauges().steps_per_s == pytest.approx(50, rel=0.6 / number + 0.01)
+
+
+def test_a_gap_is_spoken_of_for_a_minute(run: Run) -> None:
+    state = fold(run)
+    assert state.gap_words() is None
+    state.apply(Gap(20))
+    state.apply(run.snapshots[-1])
+    state.tick(state.now + 12)
+    assert state.gap_words() == "1 gap, 20 events lost, 12 s ago"
+    state.tick(state.now + 50)
+    assert state.gap_words() is None
+    state.apply(Gap(1))
+    state.tick(state.now + 100)
+    words = state.gap_words()
+    assert words == "2 gaps, 21 events lost, 100 s ago", "as long as nothing has mended it"
+
+
+def test_the_engine_is_up_until_its_last_event(run: Run) -> None:
+    state = fold(run)
+    state.apply(SourceStatus("live"))
+    up = state.gauges().uptime
+    assert up is not None
+    state.tick(state.now + 5)
+    assert state.gauges().uptime == pytest.approx(up + 5)
+    state.apply(SourceStatus("lost", "gone"))
+    state.tick(state.now + 1000)
+    assert state.gauges().uptime == pytest.approx(up)
 
 
 def test_shares_are_the_steps_tokens_in_the_order_of_the_batch(run: Run) -> None:
@@ -200,27 +395,21 @@ def present(state: DashboardState) -> dict[str, Any]:
     }
 
 
-def _is_ambiguous(request: RequestSnapshot) -> bool:
-    """The snapshot does not tell decoding from computing the last of the lost tokens again, see `fold_snapshot`."""
-    return request.num_preemptions > 0 and request.num_computed_tokens == request.num_prompt_tokens + request.num_output_tokens - 1
-
-
 @pytest.mark.parametrize("every", [17])
 def test_a_snapshot_and_the_later_events_equal_the_whole_history(run: Run, every: int) -> None:
     for start in range(0, len(run.events), every):
         full, late = DashboardState(), DashboardState()
         for event in run.events[: start + 1]:
             full.apply(event)
-        if any(_is_ambiguous(request) for request in run.snapshots[start].requests):
-            continue
         late.apply(decode(encode(run.snapshots[start], include_prompts=True)))
+        assert late.totals == full.totals
         assert not late.out_of_sync
         for event in run.events[start + 1 :]:
             full.apply(event)
             late.apply(event)
             expected, found = present(full), present(late)
-            if late.current is None:
-                expected["shares"] = None
+            if late.current is None or late.current.step_id <= run.snapshots[start].step_id:
+                expected["shares"] = found["shares"]  # those who have ended since leave no table
             assert found == expected, f"a snapshot after event {start}"
 
 
@@ -241,6 +430,7 @@ def test_a_snapshot_in_the_middle_changes_nothing_for_who_has_seen_it_all(run: R
         with_snapshots.apply(snapshot)
         assert present(with_snapshots) == present(plain)
     assert with_snapshots.totals == plain.totals
+    assert with_snapshots.since_attach == plain.since_attach
     assert list(with_snapshots.finished) == list(plain.finished)
 
 
@@ -314,7 +504,7 @@ def test_memory_is_bounded_over_a_long_run(run: Run) -> None:
     for number in range(num_rounds):
         for event in run.events:
             state.apply(shifted(event, steps=number * last, seconds=number * length))
-    assert state.totals.num_finished == 30 * num_rounds
+    assert state.since_attach.num_finished == 30 * num_rounds
     assert len(state.finished) == 20
     assert len(state.steps) == 50
     assert len(state.log.lines) == 100
@@ -372,7 +562,7 @@ def test_the_json_form_has_numbers_and_requests(run: Run) -> None:
     for event in run.events[:40]:
         state.apply(event)
     value = orjson.loads(orjson.dumps(state_to_json(state)))
-    assert value["version"] == 1
+    assert value["version"] == 2
     assert value["model"] == "fake"
     assert value["gauges"]["num_running"] == len([row for row in value["requests"] if row["state"] == "running"])
     assert value["step"]["step_id"] == state.last_step_id

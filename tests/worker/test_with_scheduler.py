@@ -130,7 +130,7 @@ def test_same_tokens_as_alone(
         enable_prefix_caching=prefix_caching,
     )
     assert outputs == alone
-    assert (scheduler.num_preemptions > 0) == (num_blocks == NUM_BLOCKS_TINY)
+    assert (scheduler.totals.num_preemptions > 0) == (num_blocks == NUM_BLOCKS_TINY)
     assert (scheduler.make_stats().prefix_cache_hits > 0) == prefix_caching
     assert max(len(tokens) for tokens in alone.values()) > 15
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from aioengine.printable import printable
 from aioengine_tui.model.state import DashboardState, RequestRow
+from aioengine_tui.model.why.words import advice_line
 
 _GLYPHS = {"waiting": "w", "running": "r", "preempted": "p", "cleaning_up": "c", "finished": "f"}
 
 
 def render_plain(state: DashboardState, *, width: int = 80, max_requests: int = 20) -> str:
     """Lines of at most `width` characters, without control sequences; a line that was cut ends in "…"."""
-    lines = [printable(line) for line in (*_summary(state), "", *_step(state), "", *_requests(state, max_requests))]
+    lines = [printable(line) for line in (*_summary(state), *_advice(state, width), "", *_step(state), "", *_requests(state, max_requests))]
     return "\n".join(line if len(line) <= width else line[: width - 1] + "…" for line in lines) + "\n"
 
 
@@ -18,18 +21,25 @@ def _summary(state: DashboardState) -> list[str]:
     gauges = state.gauges()
     marks = [name for name, on in (("engine paused", gauges.paused), ("stale", gauges.stale)) if on]
     head = f"{state.model or 'no engine yet'}  up {_seconds(gauges.uptime)}  {state.status.state}"
-    dropped = f"  {gauges.num_dropped} events dropped" if gauges.num_dropped else ""
+    gaps = state.gap_words()
+    dropped = f"  {gaps}" if gaps is not None else ""
     return [
         head + (f"  [{', '.join(marks)}]" if marks else "") + dropped,
         f"steps/s {gauges.steps_per_s:.1f}  prefill tok/s {gauges.prefill_tokens_per_s:.0f}  decode tok/s {gauges.decode_tokens_per_s:.0f}"
         f"  overlap {_percent(gauges.overlap_efficiency)}",
         f"running {gauges.num_running}  waiting {gauges.num_waiting}  preempted {gauges.num_preempted}  "
         f"cleaning up {gauges.num_cleaning_up}",
-        f"KV {_percent(gauges.kv_cache_usage)} ({gauges.num_used_blocks} of {gauges.num_total_blocks} blocks, {gauges.num_shared_blocks} "
-        f"shared, {gauges.num_cached_blocks} cached)  prefix hits {_percent(gauges.prefix_hit_rate)}",
+        f"KV {_percent(gauges.kv_cache_usage)} ({gauges.num_used_blocks} of {gauges.num_total_blocks} blocks, "
+        f"{gauges.num_shared_blocks} shared; {gauges.num_free_blocks} free, {gauges.num_free_cached_blocks} of these cached)  "
+        f"prefix hits {_percent(gauges.prefix_hit_rate)}",
         f"TTFT p50 {_seconds(gauges.ttft_p50)} p95 {_seconds(gauges.ttft_p95)}  ITL p50 {_seconds(gauges.itl_p50)} "
         f"p95 {_seconds(gauges.itl_p95)}",
     ]
+
+
+def _advice(state: DashboardState, width: int) -> list[str]:
+    words = advice_line(state)
+    return [] if words is None else textwrap.wrap(f"advice: {words}", width)
 
 
 def _step(state: DashboardState) -> list[str]:

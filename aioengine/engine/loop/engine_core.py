@@ -311,6 +311,7 @@ class EngineCore:
             step.output.step_id,
             outputs,
             timing=result.timing,
+            masks=self._sampler.take_mask_timing(step.output.step_id),
             queue_depth=len(self._in_flight),
             update_start=update_start,
             update_end=update_end,

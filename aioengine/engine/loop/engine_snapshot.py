@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 from aioengine.core.scheduler import Scheduler
 from aioengine.core.scheduler_output import SchedulerOutput
-from aioengine.events.step_event import EngineSnapshot, RequestSnapshot
+from aioengine.events.step_event import EngineSnapshot, RequestSnapshot, StepEvent, StepResultEvent
 from aioengine.printable import get_logger
 from aioengine.request import Request
 
@@ -25,8 +27,23 @@ class TextSource(Protocol):
         """The prompt and the output so far; None where there is none."""
 
 
+@dataclass(slots=True)
+class TokenTimes:
+    """When a live request got its first tokens to compute, and its first sampled one: seconds of `time.perf_counter()`."""
+
+    scheduled_time: float
+    first_token_time: float | None = None
+
+
 def build_snapshot(
-    scheduler: Scheduler, *, in_flight: Iterable[SchedulerOutput], paused: bool, text_source: TextSource | None
+    scheduler: Scheduler,
+    *,
+    in_flight: Iterable[SchedulerOutput],
+    paused: bool,
+    text_source: TextSource | None,
+    times: Mapping[str, TokenTimes] = MappingProxyType({}),
+    last_step: StepEvent | None = None,
+    last_result: StepResultEvent | None = None,
 ) -> EngineSnapshot:
     """The state as it stands between two calls of the scheduler. Takes time proportional to everything alive and cached."""
     outputs = list(in_flight)
@@ -37,16 +54,20 @@ def build_snapshot(
         step_id=scheduler.last_step_id,
         time=time.perf_counter(),
         stats=scheduler.make_stats(),
-        requests=[_snapshot_request(request, text_source) for request in scheduler.requests.values()],
+        requests=[_snapshot_request(request, text_source, times.get(request.request_id)) for request in scheduler.requests.values()],
         cached_block_ids=cached_block_ids,
         cached_block_hashes=[pool.short_hash(block_id) for block_id in cached_block_ids],
         lingering={req_id: told.get(req_id, 0) for req_id in sorted(scheduler.lingering_req_ids)},
         num_in_flight=len(outputs),
         paused=paused,
+        cached_parent_hashes=[pool.short_parent_hash(block_id) for block_id in cached_block_ids],
+        free_block_ids=list(pool.free_block_queue),
+        last_step=last_step,
+        last_result=last_result,
     )
 
 
-def _snapshot_request(request: Request, text_source: TextSource | None) -> RequestSnapshot:
+def _snapshot_request(request: Request, text_source: TextSource | None, times: TokenTimes | None) -> RequestSnapshot:
     prompt, text = None, None
     if text_source is not None:
         try:
@@ -68,4 +89,7 @@ def _snapshot_request(request: Request, text_source: TextSource | None) -> Reque
         sampling_params=request.sampling_params,
         prompt=prompt,
         text=text,
+        recompute_until=request.recompute_until,
+        scheduled_time=times.scheduled_time if times is not None else None,
+        first_token_time=times.first_token_time if times is not None else None,
     )

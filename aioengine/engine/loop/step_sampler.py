@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 from aioengine.core.scheduler import Scheduler
 from aioengine.core.scheduler_output import SchedulerOutput
@@ -11,6 +13,14 @@ from aioengine.executor.base import Executor, GrammarOutput, hand_on
 from aioengine.outputs import ModelRunnerOutput
 from aioengine.structured_output.manager import StructuredOutputManager
 from aioengine.structured_output.matcher import GrammarError
+
+
+@dataclass(frozen=True, slots=True)
+class MaskTiming:
+    """When the masks of a step were computed, in seconds of `time.perf_counter()`."""
+
+    start: float
+    end: float
 
 
 class StepSampler:
@@ -29,6 +39,7 @@ class StepSampler:
         self._scheduler = scheduler
         self._structured_output = structured_output
         self._waiting: tuple[SchedulerOutput, Future[ModelRunnerOutput]] | None = None
+        self._mask_timings: dict[int, MaskTiming] = {}  # by step id, of steps in flight
         self._failures: dict[int, dict[str, str]] = {}  # by step id: requests whose mask could not be computed, and why
 
     @property
@@ -53,6 +64,10 @@ class StepSampler:
             (scheduler_output, future), self._waiting = self._waiting, None
             sampled = self._executor.sample_tokens(self._compute_masks(scheduler_output))
             sampled.add_done_callback(lambda done: hand_on(done, future, deliver=future.set_result))
+
+    def take_mask_timing(self, step_id: int) -> MaskTiming | None:
+        """Of a step that came back; None if it needed no mask."""
+        return self._mask_timings.pop(step_id, None)
 
     def check(self, output: SchedulerOutput, result: ModelRunnerOutput) -> ModelRunnerOutput:
         """The result of a step, and in it the requests that fail: their mask could not be computed, or does not fit the token.
@@ -84,10 +99,12 @@ class StepSampler:
 
     def _compute_masks(self, output: SchedulerOutput) -> GrammarOutput:
         assert self._structured_output is not None
+        start = time.perf_counter()
         bitmasks: dict[str, bytes] = {}
         for req_id in self._with_grammar(output):
             try:
                 bitmasks[req_id] = self._structured_output.bitmask(req_id)
             except GrammarError as exc:
                 self._failures.setdefault(output.step_id, {})[req_id] = f"the structured output cannot go on: {exc}"
+        self._mask_timings[output.step_id] = MaskTiming(start, time.perf_counter())
         return GrammarOutput(bitmasks)

@@ -7,10 +7,11 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from aioengine.events.recording.cursor import Foldable, RecordingCursor
+from aioengine.events.recording.cursor import HISTORY_EVENTS, Foldable, RecordingCursor
 from aioengine.events.recording.index import LANDMARKS, Landmark, RecordingIndex
 from aioengine.events.sources.base import CopyWanted, ItemStream, PlaybackControl, Restored, SourceStatus, StreamItem
 from aioengine.events.wire import WireError
@@ -20,6 +21,12 @@ _MAX_WAIT_S = 2.0  # longer silences are cut short
 _STATUS_INTERVAL_S = 0.2
 _MIN_WAIT_S = 0.04  # waking up is not free, and no viewer draws more often than ten times a second
 _SCAN_BUDGET_S = 0.01
+_MAX_CATCHING_UP = 8
+
+
+class _Place(NamedTuple):
+    position: int  # events before it
+    time: float | None  # of the latest of them
 
 
 class FileSource(ItemStream):
@@ -41,7 +48,10 @@ class FileSource(ItemStream):
         self._pending: deque[StreamItem] = deque()
         self._wake_up = asyncio.Event()
         self._seeking = asyncio.Lock()
+        self._arriving: _Place | None = None  # of the state of a jump that waits to be handed out
+        self._shown = _Place(0, None)  # of the latest item that was handed out
         self._scanning: asyncio.Task[None] | None = None
+        self._filling: asyncio.Task[None] | None = None
         self._closed = False
         self._failed = False
         # The playing clock: the engine's time `_anchor_engine` is shown at our time `_anchor`.
@@ -57,10 +67,10 @@ class FileSource(ItemStream):
     def now(self) -> float:
         if self._cursor is None:
             return 0.0
-        shown = self._cursor.last_time
+        shown = self._shown.time
         if shown is None:
             return self._cursor.index.header.perf_counter
-        if not self._playing or self._anchor_engine is None:
+        if not self._playing or self._anchor_engine is None or self.seeking:
             return shown
         upcoming = self._cursor.peek_time()
         running = self._engine_time()
@@ -79,16 +89,21 @@ class FileSource(ItemStream):
     async def close(self) -> None:
         self._closed = True
         self._wake_up.set()
-        if self._scanning is not None:
-            self._scanning.cancel()
-            await asyncio.wait([self._scanning])
+        tasks = [task for task in (self._scanning, self._filling) if task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
         if self._cursor is not None:
             self._cursor.close()
 
     async def __anext__(self) -> StreamItem:
         while not self._closed:
             if self._pending:
-                return self._pending.popleft()
+                told = self._pending.popleft()
+                if isinstance(told, Restored):
+                    self._shown, self._arriving = self._arriving or self._shown, None
+                return told
             if not self._playing or self._failed or self._seeking.locked():
                 await self._sleep(None)
                 continue
@@ -130,8 +145,10 @@ class FileSource(ItemStream):
         if event is None:
             self._playing = False
             self._push_status("the end of the recording")
-        elif cursor.wants_state:
-            self._want_copy()
+        else:
+            self._shown = _Place(cursor.position, cursor.last_time)
+            if cursor.wants_state:
+                self._want_copy()
         return event
 
     def _want_copy(self) -> None:
@@ -152,12 +169,12 @@ class FileSource(ItemStream):
         index = self._opened.index
         while not self._closed:
             done = index.scan(budget_s=_SCAN_BUDGET_S)
-            await asyncio.sleep(1.0 if done else _SCAN_BUDGET_S)  # half of the time at most; and the file may grow
+            await asyncio.sleep(1.0 if done else 0)  # the file may grow
 
     # ------------------------------------------------------------------ PlaybackControl
     @property
     def position(self) -> int:
-        return self._opened.position
+        return self._shown.position
 
     @property
     def length(self) -> int:
@@ -169,8 +186,12 @@ class FileSource(ItemStream):
 
     @property
     def elapsed(self) -> float:
-        cursor = self._opened
-        return 0.0 if cursor.last_time is None or cursor.position == 0 else max(0.0, cursor.last_time - cursor.index.first_time)
+        place = self._shown
+        return 0.0 if place.time is None or place.position == 0 else max(0.0, place.time - self._opened.index.first_time)
+
+    @property
+    def seeking(self) -> bool:
+        return self._seeking.locked() or self._arriving is not None
 
     @property
     def playing(self) -> bool:
@@ -218,18 +239,42 @@ class FileSource(ItemStream):
     async def _seek(self, find: Callable[[RecordingIndex, int], int | None], *, complete: bool = True) -> bool:
         """Go where `find` says; False if it finds nothing. complete: the answer needs the whole file looked through."""
         cursor = self._opened
+        if self._filling is not None:
+            self._filling.cancel()
         async with self._seeking:
             for _ in cursor.index.scan_in_parts(_SCAN_BUDGET_S) if complete else ():
                 await asyncio.sleep(0)
             target = find(cursor.index, cursor.position)
             if target is not None:
                 self._pending.clear()  # events from before the jump
+                self._arriving = None
                 for _ in cursor.seek_in_parts(target):
                     await asyncio.sleep(0)
                 self._anchor_engine = None
+                self._arriving = _Place(cursor.position, cursor.last_time)
                 self._pending.append(Restored(cursor.state.copy()))
         self._push_status()
+        if target is not None and cursor.lacks_history and not self._whole_history:
+            self._filling = asyncio.create_task(self._fill_history(), name="aioengine-fill-history")
         return target is not None
+
+    async def _fill_history(self) -> None:
+        """What was before the place that was jumped to comes after it: the place itself is shown at once."""
+        cursor = self._opened
+        with closing(RecordingCursor(self.address, make_state=self._make_state, index=cursor.index)) as behind:
+            for _ in range(_MAX_CATCHING_UP):  # while it is folded, the recording may play on
+                if behind.position == cursor.position and behind.position:
+                    break
+                for _ in behind.seek_in_parts(cursor.position, history=HISTORY_EVENTS):
+                    await asyncio.sleep(0)
+            else:
+                return
+            cursor.adopt(behind.state.copy())
+            self._pending.append(Restored(behind.state.copy()))
+            self._wake_up.set()
+
+    def marks(self, kind: Landmark, num_cells: int) -> list[bool]:
+        return self._opened.index.marks(kind, num_cells)
 
     # ------------------------------------------------------------------ parts
     @property
@@ -257,7 +302,7 @@ class FileSource(ItemStream):
             SourceStatus(
                 "playing" if state == "playing" else "paused",
                 detail or self.address,
-                position=cursor.position,
+                position=self._arriving.position if self._arriving is not None else self._shown.position,
                 length=cursor.index.num_events,
                 speed=self._speed,
             )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 from functools import cache
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 from aioengine_kernels.cpu.abi import (
@@ -45,9 +44,8 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
 @cache
 def _open() -> ctypes.CDLL | str:
     """The library, or why there is none."""
-    folder = Path(__file__).parent
-    path = next((path for suffix in EXTENSION_SUFFIXES if (path := folder / f"_native{suffix}").exists()), None)
-    if path is None:
+    path = Path(__file__).with_name("_native.so")  # a plain shared library: it is the same for every Python
+    if not path.exists():
         return "the native CPU library was not built (no C++ compiler when aioengine was installed?): install g++ or clang++ and reinstall"
     try:
         library = ctypes.CDLL(str(path))

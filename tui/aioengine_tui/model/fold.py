@@ -11,21 +11,22 @@ from aioengine.events.wire import WireHeader
 from aioengine_tui.model.log import name_some, plural
 from aioengine_tui.model.metrics import OverlapMeter
 from aioengine_tui.model.rows import Lanes, Share, StepRecord
-from aioengine_tui.model.state_data import StateData
-from aioengine_tui.model.transitions import fold_result_requests, fold_snapshot_requests, fold_step_requests, lists_agree, note_unseen_end
+from aioengine_tui.model.snapshots import fold_snapshot_requests, shares_of_told_step
+from aioengine_tui.model.state_data import GapNote, StateData
+from aioengine_tui.model.transitions import fold_result_requests, fold_step_requests, lists_agree, note_unseen_end
 
 
 def fold(data: StateData, item: WireHeader | Event | Gap | SourceStatus) -> None:
     """Never raises because of what a lossy stream left out."""
     match item:
         case StepEvent():
-            _note_time(data, item.time)
+            _note_time(data, item)
             _fold_step(data, item)
         case StepResultEvent():
-            _note_time(data, item.time)
+            _note_time(data, item)
             _fold_result(data, item)
         case EngineSnapshot():
-            _note_time(data, item.time)
+            _note_time(data, item)
             _fold_snapshot(data, item)
         case WireHeader():
             data.header = item
@@ -36,17 +37,30 @@ def fold(data: StateData, item: WireHeader | Event | Gap | SourceStatus) -> None
             _fold_status(data, item)
 
 
-def _note_time(data: StateData, time: float) -> None:
+def _note_time(data: StateData, event: Event) -> None:
     data.num_events += 1
+    time = event.time
+    if data.attach_time is None:
+        started = data.header.perf_counter if data.header is not None else time
+        _note_attached(data, min(time, started) if isinstance(event, StepEvent) and event.step_id == 1 else time)
     data.last_event_time = time
     data.now = max(data.now, time)
+
+
+def _note_attached(data: StateData, time: float) -> None:
+    """From here on this viewer sees everything, so its rates are over the time since."""
+    data.attach_time = time
+    data.rates.start(time)
+    data.overlap.start(time)
 
 
 def _note_gap(data: StateData, num_dropped: int, reason: str) -> None:
     """Events are missing: what is shown may be wrong until a snapshot comes."""
     data.num_gaps += 1
     data.num_dropped += num_dropped
+    data.last_gap = GapNote(data.now, num_dropped, reason)
     data.out_of_sync = True
+    data.blocks.lose_free_queue()
     data.overlap_meter = OverlapMeter()
     count = f"{num_dropped} events" if num_dropped else "an unknown number of events"
     data.log.add(data.now, data.last_step_id or None, "stream", None, f"{count} missing: {reason}")
@@ -66,17 +80,34 @@ def _fold_step(data: StateData, event: StepEvent) -> None:
     if step_id <= data.last_step_id:
         return  # a snapshot already told more
     _check_sequence(data, step_id)
+    if step_id == 1 and not data.blocks.num_blocks:
+        data.blocks.start_free_queue(event.stats.num_total_blocks)
     data.last_step_id = step_id
     data.num_in_flight = event.queue_depth
     data.admission_stop = event.admission_stop
-    data.totals.num_steps += 1
+    data.since_attach.num_steps += 1
     if not lists_agree(output.scheduled_cached_reqs):
         _note_gap(data, 0, f"step {step_id} came damaged")
     shares = fold_step_requests(data, event)
     _note_block_changes(data, event.block_changes, time=event.time, step_id=step_id)
+    _note_hits(data, event)
     _note_gauges(data, event.stats, time=event.time)
-    _measure(data, event, shares)
+    num_prompt, num_recomputed = _measure(data, event, shares)
     data.steps.append(_make_record(event, shares))
+    data.waterfall.note_step(event, shares, data.requests, num_prompt_tokens=num_prompt, num_recomputed_tokens=num_recomputed)
+
+
+def _note_hits(data: StateData, event: StepEvent) -> None:
+    """Count what the prefix cache served, once this step's own blocks are known: it may serve those at once."""
+    block_size, cached = data.block_size, event.output.scheduled_cached_reqs
+    if not block_size:
+        return
+    for new in event.output.scheduled_new_reqs:
+        data.blocks.note_hits(new.block_ids[0][: new.num_computed_tokens // block_size])
+    if cached.resumed_req_ids and lists_agree(cached):
+        for req_id, start, block_ids in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
+            if req_id in cached.resumed_req_ids and block_ids:
+                data.blocks.note_hits(block_ids[0][: start // block_size])
 
 
 def _check_sequence(data: StateData, step_id: int) -> None:
@@ -90,20 +121,27 @@ def _check_sequence(data: StateData, step_id: int) -> None:
             _note_gap(data, 0, f"the stream begins at step {step_id}, without a snapshot")
 
 
-def _measure(data: StateData, event: StepEvent, shares: tuple[Share, ...]) -> None:
+def _measure(data: StateData, event: StepEvent, shares: tuple[Share, ...]) -> tuple[int, int]:
+    """Returns the prompt tokens of the step, and those that a preemption made necessary again."""
     num_prompt = num_recomputed = 0
-    for _, kind, num_tokens, _ in shares:
-        if kind == "resumed":
-            num_recomputed += num_tokens
-        elif kind != "decode":
-            num_prompt += num_tokens
-    data.totals.num_prompt_tokens_computed += num_prompt
-    data.totals.num_recomputed_tokens += num_recomputed
+    kinds = [share[1] for share in shares]
+    for share in shares if kinds.count("decode") < len(kinds) else ():  # most steps only decode
+        if share.kind == "resumed":
+            row = data.requests.get(share.request_id)
+            lost_end, prompt_end = (row.recompute_until, row.num_prompt_tokens) if row is not None else (share.end, 0)
+            num_lost = max(0, min(share.end, lost_end) - share.start)
+            num_recomputed += num_lost
+            num_prompt += max(0, min(share.end, prompt_end) - share.start - num_lost)
+        elif share.kind != "decode":
+            num_prompt += share.num_tokens
+    data.since_attach.num_prompt_tokens_computed += num_prompt
+    data.since_attach.num_recomputed_tokens += num_recomputed
     data.rates.add(event.time, 1, num_prompt, 0)
     bucket = data.histories.at(event.time)
     bucket.steps += 1
     bucket.prefill_tokens += num_prompt
     data.overlap_meter.add_host(event.schedule_start, event.schedule_end)
+    return num_prompt, num_recomputed
 
 
 def _make_record(event: StepEvent, shares: tuple[Share, ...]) -> StepRecord:
@@ -122,12 +160,15 @@ def _make_record(event: StepEvent, shares: tuple[Share, ...]) -> StepRecord:
         resumed_ids=tuple(req_id for req_id in cached.req_ids if req_id in resumed) if resumed else (),
         preempted_ids=tuple(sorted(output.preempted_req_ids)),
         finished_ids=tuple(sorted(output.finished_req_ids)),
-        num_allocated=len(changes.allocated),
-        num_freed=len(changes.freed),
-        num_evicted=len(changes.evicted),
+        allocated_ids=tuple(changes.allocated),
+        freed_ids=tuple(changes.freed),
+        evicted_ids=tuple(changes.evicted),
         queue_depth=event.queue_depth,
         stats=event.stats,
         lanes=Lanes(schedule=(event.schedule_start, event.schedule_end)),
+        zeroed_ids=tuple(output.new_block_ids_to_zero),
+        stopped_req_id=event.stopped_req_id,
+        num_blocks_needed=event.num_blocks_needed,
     )
 
 
@@ -136,12 +177,15 @@ def _make_record(event: StepEvent, shares: tuple[Share, ...]) -> StepRecord:
 
 def _fold_result(data: StateData, event: StepResultEvent) -> None:
     data.num_in_flight = event.queue_depth
+    data.since_attach.num_draft_tokens += event.num_draft_tokens
+    data.since_attach.num_accepted_tokens += event.num_accepted_tokens
     fold_result_requests(data, event)
     # What changes now shows beside the step that was scheduled last: that is the present.
     _note_block_changes(data, event.block_changes, time=event.time, step_id=data.last_step_id or event.step_id)
     _note_gauges(data, event.stats, time=event.time)
     _measure_overlap(data, event)
     _complete_record(data, event)
+    data.waterfall.note_result(event, data.requests, last_step_id=data.last_step_id or event.step_id)
 
 
 def _measure_overlap(data: StateData, event: StepResultEvent) -> None:
@@ -158,7 +202,7 @@ def _measure_overlap(data: StateData, event: StepResultEvent) -> None:
 
 
 def _complete_record(data: StateData, event: StepResultEvent) -> None:
-    steps = data.steps
+    steps, num_new = data.steps, event.num_new_tokens.get
     for index in range(len(steps) - 1, -1, -1):  # it is one of the latest
         record = steps[index]
         if record.step_id == event.step_id:
@@ -169,11 +213,13 @@ def _complete_record(data: StateData, event: StepResultEvent) -> None:
                 result_time=event.time,
                 num_draft_tokens=event.num_draft_tokens,
                 num_accepted_tokens=event.num_accepted_tokens,
+                sampled=tuple([num_new(share[0], 0) for share in record.shares]),
                 lanes=Lanes(
                     schedule=record.lanes.schedule,
                     execute=_span(event.execute_start, event.execute_end),
                     sample=_span(event.sample_start, event.sample_end),
                     update=(event.update_start, event.update_end),
+                    grammar=_span(event.grammar_start, event.grammar_end),
                 ),
             )
             return
@@ -195,18 +241,38 @@ def _fold_snapshot(data: StateData, snapshot: EngineSnapshot) -> None:
     data.num_in_flight = snapshot.num_in_flight
     _note_paused(data, snapshot)
     fold_snapshot_requests(data, snapshot, in_sync=not was_out_of_sync)
-    hashes: list[str] | list[None] = snapshot.cached_block_hashes or [None] * len(snapshot.cached_block_ids)
-    data.blocks.replace_all(
-        snapshot.stats.num_total_blocks,
-        tables=((request.request_id, request.block_ids) for request in snapshot.requests),
-        cached=dict(zip(snapshot.cached_block_ids, hashes, strict=False)),
-    )
+    data.blocks.replace_all(snapshot)
+    _note_last_step(data, snapshot)
     _note_gauges(data, snapshot.stats, time=snapshot.time)
+    data.waterfall.note_all(data.requests, last_step_id=data.last_step_id)
     if is_first and snapshot.step_id:
         text = f"this begins with a snapshot after step {snapshot.step_id}: what was before is not known"
         data.log.add(snapshot.time, snapshot.step_id, "stream", None, text)
     elif was_out_of_sync and not is_first:
         data.log.add(snapshot.time, snapshot.step_id, "stream", None, "in step with the engine again, by a snapshot")
+
+
+def _note_last_step(data: StateData, snapshot: EngineSnapshot) -> None:
+    """Take over the last step, and what came of it, where they were not seen."""
+    event, result = snapshot.last_step, snapshot.last_result
+    if event is None or not lists_agree(event.output.scheduled_cached_reqs):
+        return
+    data.admission_stop = event.admission_stop
+    if not data.steps or data.steps[-1].step_id < event.step_id:
+        shares = shares_of_told_step(data, event)
+        data.steps.append(_make_record(event, shares))
+        _note_told_step(data, event, shares)
+    record = data.steps[-1]
+    if result is not None and result.step_id == record.step_id and record.in_flight:
+        _complete_record(data, result)
+        data.waterfall.note_result(result, data.requests, last_step_id=data.last_step_id)
+
+
+def _note_told_step(data: StateData, event: StepEvent, shares: tuple[Share, ...]) -> None:
+    """The waterfall begins with it."""
+    tokens = {kind: sum(share.num_tokens for share in shares if share.kind == kind) for kind in ("chunk", "prefill", "resumed")}
+    num_prompt = tokens["chunk"] + tokens["prefill"]
+    data.waterfall.note_step(event, shares, data.requests, num_prompt_tokens=num_prompt, num_recomputed_tokens=tokens["resumed"])
 
 
 def _note_paused(data: StateData, snapshot: EngineSnapshot) -> None:
@@ -220,15 +286,11 @@ def _note_paused(data: StateData, snapshot: EngineSnapshot) -> None:
 
 
 def _note_block_changes(data: StateData, changes: BlockChanges, *, time: float, step_id: int) -> None:
+    data.blocks.note_changes(changes, step_id=step_id)
     if changes.evicted:
-        data.blocks.evict(changes.evicted)
-        data.totals.num_evicted_blocks += len(changes.evicted)
+        data.since_attach.num_evicted_blocks += len(changes.evicted)
         text = f"{plural(len(changes.evicted), 'cached block')} evicted: {name_some(changes.evicted)}"
         data.log.add(time, step_id, "evicted", None, text)
-    if changes.cached:
-        data.blocks.cache(changes.cached, changes.cached_hashes or [None] * len(changes.cached))
-    if changes.allocated or changes.freed:
-        data.blocks.note_changes(step_id=step_id, allocated=changes.allocated, released=changes.freed)
 
 
 def _note_gauges(data: StateData, stats: SchedulerStats, *, time: float) -> None:
@@ -246,4 +308,5 @@ def _note_gauges(data: StateData, stats: SchedulerStats, *, time: float) -> None
     if data.out_of_sync and not stats.num_running_reqs and not stats.num_waiting_reqs:
         for row in [row for row in data.requests.values() if row.is_live]:
             note_unseen_end(data, row, time=time, step_id=data.last_step_id)
+        data.waterfall.note_all(data.requests, last_step_id=data.last_step_id)
         data.out_of_sync = False  # nothing lives, so nothing can be wrong

@@ -39,12 +39,33 @@ class Milestone:
 
 
 class Share(NamedTuple):
-    """What one request got in one step."""
+    """What one request got in one step, and what the worker is told of it."""
 
     request_id: str
     kind: ShareKind
     num_tokens: int
     start: int  # the position of the first of these tokens
+    block_ids: tuple[int, ...] = ()  # its whole block table after the step
+    num_new_blocks: int = 0  # the last ones of them: the frame's new_block_ids
+    replaces_table: bool = False  # it is new or resumed: the frame's blocks are the table; otherwise they are appended
+    num_output_tokens: int = 0  # known ones and those still being sampled, as the frame has it; 0 for a new request
+    draft_token_ids: tuple[int, ...] = ()  # guesses that the step checks, counted in num_tokens; HIDDEN_TOKEN_ID: it did not travel
+    needs_mask: bool = False  # it samples with a grammar's mask
+
+    @property
+    def end(self) -> int:
+        """The position behind the last of these tokens."""
+        return self.start + self.num_tokens
+
+    @property
+    def new_block_ids(self) -> tuple[int, ...]:
+        """Of the frame."""
+        return self.block_ids[len(self.block_ids) - self.num_new_blocks :]
+
+    @property
+    def blocks_before(self) -> tuple[int, ...]:
+        """Its table before the step, as far as it is kept."""
+        return () if self.replaces_table else self.block_ids[: len(self.block_ids) - self.num_new_blocks]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +76,7 @@ class Lanes:
     execute: Span | None = None
     sample: Span | None = None
     update: Span | None = None
+    grammar: Span | None = None  # when the host computed the masks; None: the step needed none, or is in flight
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +94,9 @@ class StepRecord:
     resumed_ids: tuple[str, ...]
     preempted_ids: tuple[str, ...]
     finished_ids: tuple[str, ...]  # the worker is told to forget these
-    num_allocated: int  # blocks
-    num_freed: int
-    num_evicted: int
+    allocated_ids: tuple[int, ...]  # blocks, since the event before
+    freed_ids: tuple[int, ...]
+    evicted_ids: tuple[int, ...]
     queue_depth: int  # steps in flight when it was scheduled, itself included
     stats: SchedulerStats
     lanes: Lanes
@@ -83,6 +105,23 @@ class StepRecord:
     result_time: float | None = None
     num_draft_tokens: int = 0  # draft tokens that it checked, of num_tokens; known with the result
     num_accepted_tokens: int = 0  # those that were right
+    zeroed_ids: tuple[int, ...] = ()  # new_block_ids_to_zero: blocks that the worker zeroes before use
+    stopped_req_id: str | None = None  # the waiting request at which admission stopped; None: none waited, or an old recording
+    num_blocks_needed: int = 0  # free blocks that it would take; 0 but for the admission stop "no_blocks"
+    sampled: tuple[int, ...] = ()  # tokens that each of `shares` got, in their order; () while in flight
+
+    @property
+    def num_allocated(self) -> int:
+        """Blocks."""
+        return len(self.allocated_ids)
+
+    @property
+    def num_freed(self) -> int:
+        return len(self.freed_ids)
+
+    @property
+    def num_evicted(self) -> int:
+        return len(self.evicted_ids)
 
     @property
     def in_flight(self) -> bool:
@@ -125,8 +164,10 @@ class RequestRow:
         "recompute_until",
         "request_id",
         "sampling_params",
+        "scheduled_time",
         "state",
         "stop_reason",
+        "table",
         "text",
         "timeline",
         "told_in_step",
@@ -143,13 +184,15 @@ class RequestRow:
         self.num_computed_tokens = 0  # steps in flight included; back to 0 at a preemption
         self.num_output_tokens = 0
         self.num_preemptions = 0
-        self.recompute_until = 0  # positions below this were computed before a preemption
+        self.recompute_until = 0  # positions below this were computed before a preemption; never falls
         self.block_ids: list[int] = []  # its block table; empty when it holds none
+        self.table: tuple[int, ...] = ()  # the same, for the shares of steps
         self.num_peak_blocks = 0
         # Its share in the latest step it was part of; see DashboardState.share_of() for the present step.
         self.last_step_id = 0  # 0: never scheduled
         self.last_step_tokens = 0
         self.last_step_kind: ShareKind | None = None
+        self.scheduled_time: float | None = None  # when its first step began; None: it has not run, or that was not told
         self.first_token_time: float | None = None
         self.last_token_time: float | None = None
         self.finish_time: float | None = None
@@ -179,6 +222,11 @@ class RequestRow:
     def ttft(self) -> float | None:
         """Seconds from arrival to the first token; None before it, or if it was not seen."""
         return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+    @property
+    def queue_wait(self) -> float | None:
+        """Seconds from arrival to its first step; None before that, or if it was not told."""
+        return None if self.scheduled_time is None else max(0.0, self.scheduled_time - self.arrival_time)
 
     def age(self, now: float) -> float:
         """Seconds since arrival; of an ended request until its end."""

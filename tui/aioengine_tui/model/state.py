@@ -21,12 +21,14 @@ from typing import Any
 from aioengine.core.scheduler_output import AdmissionStop, SchedulerStats
 from aioengine.events.sources.base import CopyWanted, Restored, SourceStatus, StreamItem
 from aioengine.events.wire import WireHeader
-from aioengine_tui.model.blocks import BLOCK_STATES, BlockInfo, BlockMap, BlockState
+from aioengine_tui.model.blocks import BLOCK_STATES, BlockInfo, BlockMap, BlockState, PrefixNode
 from aioengine_tui.model.fold import fold
-from aioengine_tui.model.log import LOG_KINDS, LogBook, LogKind, LogLine
+from aioengine_tui.model.log import LOG_KINDS, LogBook, LogKind, LogLine, plural
 from aioengine_tui.model.metrics import HISTORY_LENGTH, SERIES, Series
 from aioengine_tui.model.rows import Lanes, Milestone, RequestRow, RequestState, Share, ShareKind, StepRecord
-from aioengine_tui.model.state_data import Limits, StateData, Totals
+from aioengine_tui.model.state_data import GapNote, Limits, SinceAttach, StateData, Totals, read_totals
+from aioengine_tui.model.waiting import Wait, WaitReason, admission_order, explain_waits
+from aioengine_tui.model.waterfall import Waterfall
 
 __all__ = [
     "BLOCK_STATES",
@@ -36,20 +38,28 @@ __all__ = [
     "BlockMap",
     "BlockState",
     "DashboardState",
+    "GapNote",
     "Gauges",
     "Lanes",
     "LogBook",
     "LogKind",
     "LogLine",
     "Milestone",
+    "PrefixNode",
     "RequestRow",
     "RequestState",
     "Series",
     "Share",
     "ShareKind",
+    "SinceAttach",
     "StepRecord",
     "Totals",
+    "Wait",
+    "WaitReason",
 ]
+
+GAP_SHOWN_S = 60.0
+"""How long the screen speaks of events that were missed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +67,8 @@ class Gauges:
     """The numbers of the overview at one moment. None: nothing was measured."""
 
     now: float
-    uptime: float | None  # seconds since the engine started, if the header is known
-    steps_per_s: float
+    uptime: float | None  # seconds since the engine started, if the header is known; it stops when the engine is gone
+    steps_per_s: float  # this and the other rates: over the last 5 seconds, or since this viewer attached
     prefill_tokens_per_s: float  # of prompts; what preemptions make necessary again is in Totals.num_recomputed_tokens
     decode_tokens_per_s: float  # sampled and accepted
     num_running: int
@@ -68,7 +78,9 @@ class Gauges:
     kv_cache_usage: float  # 0..1
     num_used_blocks: int
     num_free_blocks: int  # cached ones included
-    num_cached_blocks: int  # owned or not
+    num_cached_blocks: int  # their content can be found, owned or not
+    num_free_cached_blocks: int  # free ones whose content can be found
+    num_empty_blocks: int  # free ones that cache nothing
     num_shared_blocks: int
     num_total_blocks: int
     prefix_hit_rate: float | None  # 0..1, of the tokens that the last 1000 requests looked up
@@ -76,15 +88,20 @@ class Gauges:
     num_draft_tokens: int  # those draft tokens
     ttft_p50: float | None  # seconds, of the last minute
     ttft_p95: float | None
+    ttft_p99: float | None
+    queue_wait_p50: float | None  # seconds from arrival to the first step, of those admitted in the last minute
+    queue_wait_p95: float | None
+    queue_wait_p99: float | None
     itl_p50: float | None
     itl_p95: float | None
+    itl_p99: float | None
     overlap_efficiency: float | None  # 0..1: share of schedule and update time during which the worker computed
     num_in_flight: int  # steps
     admission_stop: AdmissionStop | None  # of the latest step
     paused: bool  # the engine, by its user; not the view
     stale: bool
-    num_dropped: int  # events that this viewer lost
-    num_gaps: int
+    num_dropped: int  # events that this viewer lost since it attached
+    num_gaps: int  # since it attached
 
 
 class DashboardState:
@@ -92,7 +109,7 @@ class DashboardState:
 
     __slots__ = ("data",)
 
-    def __init__(self, *, max_steps: int = 120, max_finished: int = 512, max_log_lines: int = 2000) -> None:
+    def __init__(self, *, max_steps: int = 120, max_finished: int = 512, max_log_lines: int = 20_000) -> None:
         self.data = StateData.create(Limits(max_steps=max_steps, max_finished=max_finished, max_log_lines=max_log_lines))
 
     # ------------------------------------------------------------------ folding
@@ -151,22 +168,22 @@ class DashboardState:
 
     @property
     def last_step_id(self) -> int:
-        """Scheduled; 0: none seen."""
+        """The id of the step that was scheduled last; 0: none was seen."""
         return self.data.last_step_id
 
     @property
     def num_in_flight(self) -> int:
-        """Steps."""
+        """Steps that were scheduled and whose tokens are not back yet."""
         return self.data.num_in_flight
 
     @property
     def paused(self) -> bool:
-        """The engine, by its user."""
+        """Whether the user has paused the engine."""
         return self.data.paused
 
     @property
     def admission_stop(self) -> AdmissionStop | None:
-        """Of the latest step."""
+        """Why the latest step admitted no further request; None before the first step."""
         return self.data.admission_stop
 
     @property
@@ -189,12 +206,28 @@ class DashboardState:
         return self.data.blocks
 
     @property
+    def waterfall(self) -> Waterfall:
+        """What every request did in the latest steps."""
+        return self.data.waterfall
+
+    @property
     def log(self) -> LogBook:
         return self.data.log
 
     @property
     def totals(self) -> Totals:
-        return self.data.totals
+        """The engine's own counts; of an older engine this viewer's, and `origin` says so."""
+        return read_totals(self.data)
+
+    @property
+    def since_attach(self) -> SinceAttach:
+        """What this viewer saw itself."""
+        return self.data.since_attach
+
+    @property
+    def attach_time(self) -> float | None:
+        """When this viewer's knowledge begins, on the engine's clock; None: nothing has come."""
+        return self.data.attach_time
 
     @property
     def num_events(self) -> int:
@@ -210,6 +243,19 @@ class DashboardState:
         return self.data.num_gaps
 
     @property
+    def last_gap(self) -> GapNote | None:
+        """The latest events that were missed."""
+        return self.data.last_gap
+
+    def gap_words(self) -> str | None:
+        """What to say of missed events: "2 gaps, 31 events lost, 12 s ago"; None: none, or the last is over a minute ago."""
+        gap = self.last_gap
+        if gap is None or (self.now - gap.time > GAP_SHOWN_S and not self.out_of_sync):
+            return None
+        lost = f", {plural(self.num_dropped, 'event')} lost" if self.num_dropped else ""
+        return f"{plural(self.num_gaps, 'gap')}{lost}, {max(0.0, self.now - gap.time):.0f} s ago"
+
+    @property
     def out_of_sync(self) -> bool:
         """Events are missing and no snapshot has come yet."""
         return self.data.out_of_sync
@@ -221,16 +267,12 @@ class DashboardState:
 
     def config(self, section: str, name: str) -> Any:
         """A resolved setting of the engine, such as ("cache", "block_size"); section "" for the top level; None if unknown."""
-        found: Any = self.header.config if self.header is not None else {}
-        if section:
-            found = found.get(section) or {}
-        return found.get(name) if isinstance(found, dict) else None
+        return self.data.config(section, name)
 
     @property
     def block_size(self) -> int | None:
         """Tokens in a KV block."""
-        value = self.config("cache", "block_size")
-        return value if isinstance(value, int) else None
+        return self.data.block_size
 
     @property
     def is_stale(self) -> bool:
@@ -261,6 +303,33 @@ class DashboardState:
         if finished:
             yield from reversed(self.finished.values())
 
+    def queue(self) -> list[RequestRow]:
+        """The waiting and preempted requests in the order in which they will be admitted."""
+        return admission_order(self.requests.values(), policy=str(self.config("scheduler", "policy") or "fcfs"))
+
+    def wait_of(self, row: RequestRow) -> Wait | None:
+        """Why a request waits; None if it does not. For all of them `waits()` is quicker."""
+        return next((wait for waiting, wait in self.waits() if waiting is row), None)
+
+    def waits(self) -> list[tuple[RequestRow, Wait]]:
+        """The queue, and why each of it waits."""
+        queue = self.queue()
+        return list(zip(queue, explain_waits(queue, step=self.current, stats=self.stats, paused=self.paused), strict=True))
+
+    def unix_time(self, time: float) -> float | None:
+        """The date of a moment of the engine's clock, in seconds since 1970; None without a header."""
+        header = self.header
+        return None if header is None else header.unix_time + (time - header.perf_counter)
+
+    @property
+    def uptime(self) -> float | None:
+        """Seconds since the engine started; of one that ended, or cannot be reached, until its last event. None: not known."""
+        if self.header is None:
+            return None
+        is_gone = self.status.state in ("ended", "lost") and self.last_event_time is not None
+        end = self.last_event_time if is_gone and self.last_event_time is not None else self.now
+        return max(0.0, end - self.header.perf_counter)
+
     def share_of(self, row: RequestRow) -> tuple[int, ShareKind] | None:
         """Tokens and kind of a request's share in the latest step; None if it has none."""
         if row.last_step_id != self.last_step_id or row.last_step_kind is None:
@@ -285,11 +354,12 @@ class DashboardState:
         stats = self.stats or SchedulerStats(0, 0, 0, 0, 0, 0, 0, 0, 0)
         steps, prefill, decode = self.data.rates.rates(self.now)
         host, hidden = self.data.overlap.sums(self.now)
-        ttft_p50, ttft_p95 = self.data.ttfts.percentiles(self.now, 0.5, 0.95)
-        itl_p50, itl_p95 = self.data.itls.percentiles(self.now, 0.5, 0.95)
+        ttft_p50, ttft_p95, ttft_p99 = self.data.ttfts.percentiles(self.now, 0.5, 0.95, 0.99)
+        itl_p50, itl_p95, itl_p99 = self.data.itls.percentiles(self.now, 0.5, 0.95, 0.99)
+        wait_p50, wait_p95, wait_p99 = self.data.queue_waits.percentiles(self.now, 0.5, 0.95, 0.99)
         return Gauges(
             now=self.now,
-            uptime=None if self.header is None else max(0.0, self.now - self.header.perf_counter),
+            uptime=self.uptime,
             steps_per_s=steps,
             prefill_tokens_per_s=prefill,
             decode_tokens_per_s=decode,
@@ -301,6 +371,8 @@ class DashboardState:
             num_used_blocks=stats.num_used_blocks,
             num_free_blocks=stats.num_free_blocks,
             num_cached_blocks=stats.num_cached_blocks,
+            num_free_cached_blocks=self.blocks.num_free_cached,
+            num_empty_blocks=max(0, stats.num_free_blocks - self.blocks.num_free_cached),
             num_shared_blocks=self.blocks.num_shared,
             num_total_blocks=stats.num_total_blocks,
             prefix_hit_rate=stats.prefix_cache_hit_rate,
@@ -308,8 +380,13 @@ class DashboardState:
             num_draft_tokens=stats.num_draft_tokens,
             ttft_p50=ttft_p50,
             ttft_p95=ttft_p95,
+            ttft_p99=ttft_p99,
+            queue_wait_p50=wait_p50,
+            queue_wait_p95=wait_p95,
+            queue_wait_p99=wait_p99,
             itl_p50=itl_p50,
             itl_p95=itl_p95,
+            itl_p99=itl_p99,
             overlap_efficiency=min(1.0, hidden / host) if host > 0 else None,
             num_in_flight=self.num_in_flight,
             admission_stop=self.admission_stop,

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from aioengine.core.scheduler_output import CachedRequestData, NewRequestData
-from aioengine.events.step_event import EngineSnapshot, FinishedInfo, RequestInfo, RequestSnapshot, StepEvent, StepResultEvent
+from aioengine.events.step_event import FinishedInfo, RequestInfo, StepEvent, StepResultEvent
 from aioengine_tui.model.log import end_words, name_some, plural
-from aioengine_tui.model.rows import Milestone, MilestoneKind, RequestRow, RequestState, Share, ShareKind
+from aioengine_tui.model.rows import Milestone, MilestoneKind, RequestRow, Share, ShareKind
 from aioengine_tui.model.state_data import StateData
-
-_STATES: dict[str, RequestState] = {"WAITING": "waiting", "RUNNING": "running", "PREEMPTED": "preempted"}
 
 
 # ---------------------------------------------------------------------------------------------------- by event
@@ -40,31 +38,21 @@ def fold_result_requests(data: StateData, event: StepResultEvent) -> None:
     _note_cleaned_up(data, time=event.time, step_id=event.step_id)
 
 
-def fold_snapshot_requests(data: StateData, snapshot: EngineSnapshot, *, in_sync: bool) -> None:
-    """Take over the requests of a snapshot; those that it does not have are gone. in_sync: nothing was missed before it."""
-    for request in snapshot.requests:
-        _note_request_snapshot(data, request, snapshot, in_sync=in_sync)
-    _note_lingering(data, snapshot)
-    known = {request.request_id for request in snapshot.requests} | snapshot.lingering.keys()
-    for row in [row for row in data.requests.values() if row.request_id not in known]:
-        note_unseen_end(data, row, time=snapshot.time, step_id=snapshot.step_id)
-
-
 def lists_agree(cached: CachedRequestData) -> bool:
     """The lists are parallel, as in anything that an engine sends."""
-    return len(cached.req_ids) == len(cached.num_computed_tokens) == len(cached.new_block_ids)
+    return len(cached.req_ids) == len(cached.num_computed_tokens) == len(cached.new_block_ids) == len(cached.num_output_tokens)
 
 
 # ---------------------------------------------------------------------------------------------------- arrival
 
 
-def _find_or_make_row(data: StateData, request_id: str, *, time: float) -> RequestRow:
+def find_or_make_row(data: StateData, request_id: str, *, time: float) -> RequestRow:
     """The live row; a blank one if the stream left out its arrival."""
     row = data.requests.get(request_id)
     if row is None:
         data.finished.pop(request_id, None)  # the name is used again
         row = data.requests[request_id] = RequestRow(request_id, arrival_time=time)
-        data.totals.num_arrived += 1
+        data.since_attach.num_arrived += 1
     return row
 
 
@@ -75,14 +63,12 @@ def _note_arrival(data: StateData, info: RequestInfo) -> None:
         return
     if row is not None:  # the name is used again while the old one's clean-up went unseen
         _retire(data, row)
-    row = _find_or_make_row(data, info.request_id, time=info.arrival_time)
+    row = find_or_make_row(data, info.request_id, time=info.arrival_time)
     row.num_prompt_tokens = info.num_prompt_tokens
     row.max_tokens = info.max_tokens
     row.priority = info.priority
     row.prompt = info.prompt
-    _add_milestone(
-        row, info.arrival_time, None, "queued", f"{plural(info.num_prompt_tokens, 'prompt token')}, up to {info.max_tokens} more"
-    )
+    add_milestone(row, info.arrival_time, None, "queued", f"{plural(info.num_prompt_tokens, 'prompt token')}, up to {info.max_tokens} more")
     text = f"arrived with {plural(info.num_prompt_tokens, 'prompt token')}, up to {plural(info.max_tokens, 'token')} to generate"
     data.log.add(info.arrival_time, None, "arrived", info.request_id, text)
 
@@ -104,15 +90,16 @@ def _note_preempted(data: StateData, event: StepEvent) -> None:
     else:
         why = "no block was free for its own next token"
     for req_id in sorted(event.output.preempted_req_ids):
-        row = _find_or_make_row(data, req_id, time=event.time)
+        row = find_or_make_row(data, req_id, time=event.time)
         if row.state == "preempted":
             continue  # between two steps, and a snapshot came before the step that tells the worker
         num_computed, row.num_computed_tokens = row.num_computed_tokens, 0
+        row.recompute_until = max(row.recompute_until, num_computed)
         num_blocks = _release_blocks(data, row, step_id=event.step_id)
         row.state = "preempted"
         row.num_preemptions += 1
-        data.totals.num_preemptions += 1
-        _add_milestone(row, event.time, event.step_id, "preempted", f"{why}; it gave {plural(num_blocks, 'block')}")
+        data.since_attach.num_preemptions += 1
+        add_milestone(row, event.time, event.step_id, "preempted", f"{why}; it gave {plural(num_blocks, 'block')}")
         text = f"preempted because {why}: {plural(num_blocks, 'block')} given back, {num_computed} computed tokens lost"
         data.log.add(event.time, event.step_id, "preempted", req_id, text)
 
@@ -131,91 +118,117 @@ def _note_scheduled(data: StateData, event: StepEvent) -> tuple[Share, ...]:
 def _fold_cached(data: StateData, event: StepEvent) -> list[Share]:
     cached, step_id = event.output.scheduled_cached_reqs, event.step_id
     rows, num_scheduled, starts = data.requests, event.output.num_scheduled_tokens, cached.num_computed_tokens
-    shares: list[Share] = []
-    kind: ShareKind
+    num_output, resumed = cached.num_output_tokens, cached.resumed_req_ids
+    drafts, masked = event.output.scheduled_spec_decode_tokens, event.output.structured_output_request_ids
     if not lists_agree(cached):
-        return shares
-    for index, req_id in enumerate(cached.req_ids):
-        row = rows.get(req_id)
+        return []
+    # The loop of every running request in every step: looked up once, and a share made without a Python frame of its own.
+    find_row, scheduled, new_share = rows.get, num_scheduled.get, tuple.__new__
+    shares: list[Share] = []
+    keep = shares.append
+    kind: ShareKind
+    for req_id, added, start, num_known in zip(cached.req_ids, cached.new_block_ids, starts, num_output, strict=False):
+        row = find_row(req_id)
         if row is None:
-            row = _find_or_make_row(data, req_id, time=event.time)
-        if cached.resumed_req_ids and req_id in cached.resumed_req_ids:
-            _resume(data, row, event, index)
-        elif (added := cached.new_block_ids[index]) is not None:
+            row = find_or_make_row(data, req_id, time=event.time)
+        is_resumed = req_id in resumed
+        num_new_blocks = 0
+        if is_resumed:
+            _resume(data, row, event, len(shares))
+            num_new_blocks = len(added[0]) if added else 0
+        elif added is not None:
             _give_blocks(data, row, added[0], replace=False)
-        num_tokens, start = num_scheduled.get(req_id, 0), starts[index]
+            num_new_blocks = len(added[0]) if added else 0
+        num_tokens = scheduled(req_id, 0)
         end = start + num_tokens
         if start < row.recompute_until:
-            kind = row.last_step_kind = "resumed"
+            kind = "resumed"
             if end >= row.recompute_until:
-                _add_milestone(row, event.time, step_id, "recomputed", f"up to token {row.recompute_until}")
-                row.recompute_until = 0
+                add_milestone(row, event.time, step_id, "recomputed", f"up to token {row.recompute_until}")
         elif start < row.num_prompt_tokens:
-            kind = row.last_step_kind = "chunk"
-            _add_milestone(row, event.time, step_id, "chunk", f"tokens {start} to {end - 1} of {row.num_prompt_tokens}")
+            kind = "chunk"
+            add_milestone(row, event.time, step_id, "chunk", f"tokens {start} to {end - 1} of {row.num_prompt_tokens}")
         else:
-            kind = row.last_step_kind = "decode"
+            kind = "decode"
         if row.state == "waiting":  # its admission was not seen
             row.state = "running"
-        row.num_computed_tokens = end
-        row.last_step_id, row.last_step_tokens = step_id, num_tokens
-        shares.append(Share(req_id, kind, num_tokens, start))
+        row.last_step_kind, row.num_computed_tokens, row.last_step_id, row.last_step_tokens = kind, end, step_id, num_tokens
+        guesses = tuple(drafts[req_id]) if req_id in drafts else ()
+        values = (req_id, kind, num_tokens, start, row.table, num_new_blocks, is_resumed, num_known, guesses, req_id in masked)
+        keep(new_share(Share, values))
     return shares
 
 
 def _resume(data: StateData, row: RequestRow, event: StepEvent, index: int) -> None:
     cached = event.output.scheduled_cached_reqs
+    data.since_attach.num_resumed += 1
     row.state = "running"
-    row.recompute_until = len(cached.all_token_ids.get(row.request_id, ())) or row.num_tokens
+    num_tokens = len(cached.all_token_ids.get(row.request_id, ())) or row.num_tokens
     added = cached.new_block_ids[index]
     _give_blocks(data, row, list(added[0]) if added is not None else [], replace=True)
     start = cached.num_computed_tokens[index]
-    text = f"{start} of {row.recompute_until} tokens found in the prefix cache, {plural(len(row.block_ids), 'block')}"
-    _add_milestone(row, event.time, event.step_id, "resumed", text)
+    text = f"{start} of {num_tokens} tokens found in the prefix cache, {plural(len(row.block_ids), 'block')}"
+    add_milestone(row, event.time, event.step_id, "resumed", text)
     data.log.add(event.time, event.step_id, "resumed", row.request_id, f"resumed after a preemption: {text}")
 
 
 def _admit(data: StateData, new: NewRequestData, event: StepEvent) -> Share:
-    row = _find_or_make_row(data, new.req_id, time=event.time)
+    row = find_or_make_row(data, new.req_id, time=event.time)
     num_prompt, start = len(new.prompt_token_ids), new.num_computed_tokens
     num_tokens = event.output.num_scheduled_tokens.get(new.req_id, 0)
     row.state = "running"
     row.num_prompt_tokens = num_prompt
     row.num_cached_tokens = start
+    data.since_attach.num_cached_tokens += start
     row.num_computed_tokens = start + num_tokens
     row.sampling_params = new.sampling_params
     row.max_tokens = row.max_tokens or new.sampling_params.max_tokens or 0
+    row.scheduled_time = event.schedule_start
+    _note_queue_wait(data, event.schedule_start, event.schedule_start - row.arrival_time)
     _give_blocks(data, row, list(new.block_ids[0]), replace=True)
     row.last_step_id, row.last_step_tokens = event.step_id, num_tokens
     kind = row.last_step_kind = "prefill" if start + num_tokens >= num_prompt else "chunk"
     text = f"{start} of {num_prompt} prompt tokens from the prefix cache, {num_tokens} scheduled, {plural(len(row.block_ids), 'block')}"
-    _add_milestone(row, event.time, event.step_id, "scheduled", text)
+    add_milestone(row, event.time, event.step_id, "scheduled", text)
     data.log.add(event.time, event.step_id, "admitted", new.req_id, f"admitted: {text}")
-    return Share(new.req_id, kind, num_tokens, start)
+    needs_mask = new.req_id in event.output.structured_output_request_ids
+    return Share(new.req_id, kind, num_tokens, start, row.table, len(row.table), True, needs_mask=needs_mask)
+
+
+def _note_queue_wait(data: StateData, time: float, wait: float) -> None:
+    data.queue_waits.add(time, max(0.0, wait))
+    bucket = data.histories.at(time)
+    bucket.queue_wait_sum += max(0.0, wait)
+    bucket.queue_wait_count += 1
 
 
 # ---------------------------------------------------------------------------------------------------- tokens
 
 
 def _note_tokens(data: StateData, event: StepResultEvent) -> None:
-    rows, time = data.requests, event.time
-    num_tokens = 0
-    gaps: dict[float, int] = {}  # time of the previous token -> tokens that followed it: nearly all rows share one
+    find_row, time, has_drafts = data.requests.get, event.time, event.num_draft_tokens > 0
+    num_tokens = sum(event.num_new_tokens.values())
+    gaps: dict[float, int] = {}  # time of the previous token -> tokens that followed it
+    latest, count = -1.0, 0  # nearly all rows share one: counted before it goes into the table
     for req_id, num_new in event.num_new_tokens.items():
-        row = rows.get(req_id)
-        num_tokens += num_new
+        row = find_row(req_id)
         if row is None or num_new == 0:
             continue
         last_time = row.last_token_time
-        if last_time is not None:
-            gaps[last_time] = gaps.get(last_time, 0) + 1
+        if last_time == latest:
+            count += 1
+        elif last_time is not None:
+            gaps[latest] = gaps.get(latest, 0) + count
+            latest, count = last_time, 1
         elif row.num_output_tokens == 0:
             _note_first_token(data, row, event)
         row.num_output_tokens += num_new
-        if event.num_draft_tokens:  # what was computed for rejected draft tokens does not count; no step behind this one is in flight
+        if has_drafts:  # what was computed for rejected draft tokens does not count; no step behind this one is in flight
             row.num_computed_tokens = min(row.num_computed_tokens, row.num_tokens - 1)
         row.last_token_time = time
-    data.totals.num_output_tokens += num_tokens
+    gaps[latest] = gaps.get(latest, 0) + count
+    del gaps[-1.0]
+    data.since_attach.num_output_tokens += num_tokens
     if not num_tokens:
         return
     data.rates.add(time, 0, 0, num_tokens)
@@ -230,7 +243,7 @@ def _note_tokens(data: StateData, event: StepResultEvent) -> None:
 def _note_first_token(data: StateData, row: RequestRow, event: StepResultEvent) -> None:
     row.first_token_time = event.time
     ttft = event.time - row.arrival_time
-    _add_milestone(row, event.time, event.step_id, "first_token", f"{ttft * 1e3:.1f} ms after it arrived")
+    add_milestone(row, event.time, event.step_id, "first_token", f"{ttft * 1e3:.1f} ms after it arrived")
     data.ttfts.add(event.time, ttft)
     bucket = data.histories.at(event.time)
     bucket.ttft_sum += ttft
@@ -254,7 +267,7 @@ def _note_finished(data: StateData, info: FinishedInfo, *, time: float, step_id:
     num_blocks = _release_blocks(data, row, step_id=step_id)
     returned = f"; {plural(num_blocks, 'block')} returned" if num_blocks else ""
     text = f"{end_words(info)} after {plural(info.num_output_tokens, 'token')}"
-    _add_milestone(row, time, step_id, "finished", text + returned)
+    add_milestone(row, time, step_id, "finished", text + returned)
     data.log.add(time, step_id, "aborted" if info.finish_reason == "abort" else "finished", info.request_id, text)
     if num_blocks:
         data.log.add(time, step_id, "freed", info.request_id, f"{plural(num_blocks, 'block')} let go of")
@@ -263,9 +276,9 @@ def _note_finished(data: StateData, info: FinishedInfo, *, time: float, step_id:
 
 
 def _count_end(data: StateData, info: FinishedInfo) -> None:
-    data.totals.num_finished += 1
-    data.totals.num_aborted += info.finish_reason == "abort"
-    data.totals.num_errors += info.finish_reason == "error"
+    data.since_attach.num_finished += 1
+    data.since_attach.num_aborted += info.finish_reason == "abort"
+    data.since_attach.num_errors += info.finish_reason == "error"
 
 
 def _complete_reason(data: StateData, row: RequestRow | None, info: FinishedInfo) -> None:
@@ -276,8 +289,8 @@ def _complete_reason(data: StateData, row: RequestRow | None, info: FinishedInfo
     new = old.copy()  # a finished row may be shared with copies of the state
     new.finish_reason, new.stop_reason, new.num_output_tokens = info.finish_reason, info.stop_reason, info.num_output_tokens
     (data.requests if row is not None else data.finished)[info.request_id] = new
-    data.totals.num_aborted += info.finish_reason == "abort"
-    data.totals.num_errors += info.finish_reason == "error"
+    data.since_attach.num_aborted += info.finish_reason == "abort"
+    data.since_attach.num_errors += info.finish_reason == "error"
 
 
 def _note_told(data: StateData, request_ids: Sequence[str], *, time: float, step_id: int) -> None:
@@ -286,7 +299,7 @@ def _note_told(data: StateData, request_ids: Sequence[str], *, time: float, step
         row = data.requests.get(request_id)
         if row is not None and not row.is_live:
             row.told_in_step = step_id
-            _add_milestone(row, time, step_id, "told_worker", f"in finished_req_ids of step {step_id}")
+            add_milestone(row, time, step_id, "told_worker", f"in finished_req_ids of step {step_id}")
             data.log.add(time, step_id, "told", request_id, f"leaves: step {step_id} tells the worker to forget it")
 
 
@@ -294,7 +307,7 @@ def _note_cleaned_up(data: StateData, *, time: float, step_id: int) -> None:
     """The worker has run a step, so it has forgotten whom that step, or one before, named."""
     gone = [row for row in data.requests.values() if row.told_in_step is not None and row.told_in_step <= step_id]
     for row in gone:
-        _add_milestone(row, time, step_id, "cleaned_up", f"step {step_id} came back")
+        add_milestone(row, time, step_id, "cleaned_up", f"step {step_id} came back")
         data.log.add(time, step_id, "cleaned_up", row.request_id, "cleaned up on the worker")
         _retire(data, row)
 
@@ -304,8 +317,8 @@ def note_unseen_end(data: StateData, row: RequestRow, *, time: float, step_id: i
     _release_blocks(data, row, step_id=step_id)
     if row.is_live:
         row.finish_time = time
-        data.totals.num_finished += 1
-        _add_milestone(row, time, step_id, "finished", "its end was not seen")
+        data.since_attach.num_finished += 1
+        add_milestone(row, time, step_id, "finished", "its end was not seen")
     _retire(data, row)
 
 
@@ -319,62 +332,6 @@ def _retire(data: StateData, row: RequestRow) -> None:
         del data.finished[next(iter(data.finished))]
 
 
-# ---------------------------------------------------------------------------------------------------- what a snapshot says
-
-
-def _note_request_snapshot(data: StateData, request: RequestSnapshot, snapshot: EngineSnapshot, *, in_sync: bool) -> None:
-    row = data.requests.get(request.request_id)
-    was_followed = in_sync and row is not None and row.is_live
-    if row is None or not row.is_live:
-        if row is not None:
-            note_unseen_end(data, row, time=snapshot.time, step_id=snapshot.step_id)
-        row = _find_or_make_row(data, request.request_id, time=request.arrival_time)
-        _add_milestone(row, request.arrival_time, None, "queued", f"{request.num_prompt_tokens} prompt tokens")
-    row.state = _STATES.get(request.status, "running")
-    row.num_prompt_tokens = request.num_prompt_tokens
-    row.num_cached_tokens = max(0, request.num_cached_tokens)
-    row.num_computed_tokens = request.num_computed_tokens
-    row.num_output_tokens = request.num_output_tokens
-    row.max_tokens = request.max_tokens
-    row.priority = request.priority
-    row.num_preemptions = request.num_preemptions
-    row.sampling_params = request.sampling_params or row.sampling_params
-    row.prompt = request.prompt if request.prompt is not None else row.prompt
-    row.text = request.text or row.text
-    row.block_ids = list(request.block_ids)
-    row.num_peak_blocks = max(row.num_peak_blocks, len(row.block_ids))
-    if row.last_step_id == 0 and request.num_cached_tokens >= 0:
-        row.last_step_id = snapshot.step_id  # it has been scheduled, so the worker knows it; when, is not told
-    if not was_followed:
-        _estimate_recomputing(row)
-
-
-def _estimate_recomputing(row: RequestRow) -> None:
-    """No token is sampled while old ones are computed again, so all that are known are old ones.
-
-    Just one missing is what decoding looks like with no step in flight: the latest token goes through the model next.
-    """
-    if row.state == "running" and row.num_preemptions and row.num_computed_tokens < row.num_tokens - 1:
-        row.recompute_until = row.num_tokens
-    else:
-        row.recompute_until = 0
-
-
-def _note_lingering(data: StateData, snapshot: EngineSnapshot) -> None:
-    """Requests that ended, and that the worker still has to forget."""
-    for request_id, told_in_step in snapshot.lingering.items():
-        row = data.requests.get(request_id)
-        if row is None:
-            row = _find_or_make_row(data, request_id, time=snapshot.time)
-            row.last_step_id = snapshot.step_id
-        if row.is_live:
-            row.state = "cleaning_up"
-            row.finish_time = snapshot.time
-            row.block_ids = []
-            data.totals.num_finished += 1
-        row.told_in_step = told_in_step or None
-
-
 # ---------------------------------------------------------------------------------------------------- blocks and words
 
 
@@ -382,7 +339,7 @@ def _release_blocks(data: StateData, row: RequestRow, *, step_id: int) -> int:
     """Take its blocks away; returns how many it had."""
     num_blocks = len(row.block_ids)
     data.blocks.remove_owner(row.request_id, row.block_ids, step_id=step_id)
-    row.block_ids = []
+    row.block_ids, row.table = [], ()
     return num_blocks
 
 
@@ -392,11 +349,12 @@ def _give_blocks(data: StateData, row: RequestRow, block_ids: list[int], *, repl
         data.blocks.remove_owner(row.request_id, row.block_ids, step_id=data.last_step_id)
         row.block_ids = []
     row.block_ids += block_ids
+    row.table = tuple(row.block_ids)
     row.num_peak_blocks = max(row.num_peak_blocks, len(row.block_ids))
     data.blocks.add_owner(row.request_id, block_ids)
 
 
-def _add_milestone(row: RequestRow, time: float, step_id: int | None, kind: MilestoneKind, detail: str = "") -> None:
+def add_milestone(row: RequestRow, time: float, step_id: int | None, kind: MilestoneKind, detail: str = "") -> None:
     if len(row.timeline) == row.timeline.maxlen:
         row.num_milestones_dropped += 1
     row.timeline.append(Milestone(time, step_id, kind, detail))
