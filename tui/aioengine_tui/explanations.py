@@ -152,6 +152,34 @@ EXPLANATIONS = MappingProxyType(
         "free, cached": "Free blocks whose content can still be found, until somebody takes them.",
         "empty": "Free blocks that hold nothing worth finding.",
         "evicted": ("Cached blocks that were taken for something else, so that their content was lost. Counted since the engine started."),
+        # ---- waterfall
+        "a row and a column": (
+            "A row is a request, a column a step of the engine. All that stands in one column was computed together: that is "
+            "continuous batching. Read a row from left to right: it waits, its prompt is computed, then it gets a token a step, and ends."
+        ),
+        "stop line": (
+            "Why the step admitted no further request, as a letter. A blank: nobody was left waiting. After its running requests a step "
+            "admits waiting ones in order, until something runs out."
+        ),
+        "tokens line": "How much of the token budget (max_num_batched_tokens) the step used.",
+        "blocks line": "How many of all KV blocks had an owner in the step. At the top: a new token may cost somebody their blocks.",
+        "step line": "Where each step begins, in a picture over time. A wide step took long, and everybody in it waited for their token.",
+        "█ prompt": "The whole rest of a new prompt was computed in the step. It gives the first token.",
+        "▓ chunk": "A part of a prompt, cut so that the step does not get too long. A chunk that does not reach the end gives no token.",
+        "▒ decode": "One token, sampled in the step before, went through the model, and the next one was sampled.",
+        "2 guesses": "A digit: guesses were checked, and the step gave so many tokens.",
+        "▚ resumed": "Tokens that had been computed before are computed again, because a preemption took the blocks they were in.",
+        "! preempted": (
+            "No block was free, so this request gave back all of its own and waits in the queue again. Often, it is a sign of too few "
+            "blocks or too many requests at once."
+        ),
+        "- no token": "It runs, but the step had nothing for it: its last token is on the way, or others used up the budget.",
+        "· waits behind": "It waits, and admission stopped at another request before it came to this one.",
+        "b s k p f": (
+            "It waits, and admission stopped at it. B: the token budget was used up. S: max_num_seqs requests run. K: too few free KV "
+            "blocks. P: the step had to preempt, and then admits nobody. F: its last token is still in flight."
+        ),
+        "x ended": "It ended; the worker is told in this step and forgets it. X: by an abort or an error.",
         # ---- prefix tree
         "cached blocks": "Blocks whose content can be found by a request whose prompt begins alike.",
         "of them free": "Cached blocks that nobody holds. They are found as well, until they are taken for something else.",

@@ -157,7 +157,7 @@ class BlocksView(View):
         return state.row(self.session.selected) if self.lights and self.session.selected is not None else None
 
     def _owners(self, state: DashboardState) -> list[tuple[OwnerMark, int]]:
-        """Who holds most blocks first."""
+        """The requests that hold blocks, the one with the most first."""
         holders = sorted((row for row in state.requests.values() if row.block_ids), key=lambda row: -row.num_blocks)
         return [(self.session.owner_marks.of(row.request_id), row.num_blocks) for row in holders]
 
