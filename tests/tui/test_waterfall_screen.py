@@ -15,7 +15,6 @@ from aioengine.events.step_event import StepEvent, StepResultEvent
 from aioengine.events.wire import WireHeader
 from aioengine.testing import in_virtual_time
 from aioengine_tui.app import DashboardApp
-from aioengine_tui.explanations import explain
 from aioengine_tui.model.state import DashboardState
 from aioengine_tui.model.waterfall import CELLS, DECODE, DRAFT, PREEMPTED, PREFILL, Run, StepMark, WaterfallRow
 from aioengine_tui.screens.request import RequestView
@@ -206,16 +205,14 @@ async def test_enter_opens_the_request_and_o_the_step_under_the_cursor() -> None
         await press(app, pilot, "escape")
         assert app.view.id == view.id
         await press(app, pilot, "o")
-        assert app.view.id == "frame"
-        assert "step 25" in app.view.text.splitlines()[0]
+        assert app.view.text.splitlines()[0].startswith("─ step 25, field by field ─")
 
 
 @in_virtual_time
 async def test_above_the_rows_enter_opens_the_step() -> None:
     async with running(ListSource(busy_items())) as (app, pilot):
         await press(app, pilot, "6", "left", "left", "left", "enter")
-        assert app.view.id == "frame"
-        assert "step 24" in app.view.text.splitlines()[0]
+        assert app.view.text.splitlines()[0].startswith("─ step 24, field by field ─")
 
 
 @in_virtual_time
@@ -311,21 +308,9 @@ async def test_it_is_the_same_in_a_recording_wherever_one_goes(tmp_path: Path) -
         await press(app, pilot, "home", "o")
         for _ in range(5):
             await press(app, pilot)
-        assert "step 1," in app.view.text.splitlines()[0]
+        assert "step 1, field by field" in app.view.text.splitlines()[0]
 
 
 def test_scales_say_what_a_column_is() -> None:
     assert [dataclasses.replace(Scale(), per_column=n).words() for n in (1, 5)] == ["1 step a column", "5 steps a column"]
     assert Scale("time", 20).words() == "20 ms a column"
-
-
-# ---------------------------------------------------------------------------------------------------- for a newcomer
-@in_virtual_time
-async def test_help_explains_every_sign_of_the_waterfall() -> None:
-    async with running(ListSource(busy_items()), size=(120, 60)) as (app, pilot):
-        await press(app, pilot, "6", "question_mark")
-        text = app.view.text
-        assert "continuous batching" in text
-        for words in WaterfallView.explained_words:
-            assert explain(words), words
-            assert words in text
