@@ -85,6 +85,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"aioengine: error: {printable(str(exc))}", file=sys.stderr)
         # ConfigError and InvalidRequestError are ValueErrors: the caller's mistake.
         return EXIT_USAGE if isinstance(exc, ValueError) else EXIT_FAILURE
+    except ModuleNotFoundError as exc:
+        if exc.name is None or exc.name.startswith("aioengine"):
+            raise
+        print(
+            f"aioengine: error: the package {printable(exc.name)} is not installed: install aioengine with its dependencies",
+            file=sys.stderr,
+        )
+        return EXIT_FAILURE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:

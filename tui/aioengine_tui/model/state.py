@@ -168,22 +168,22 @@ class DashboardState:
 
     @property
     def last_step_id(self) -> int:
-        """Scheduled; 0: none seen."""
+        """The id of the step that was scheduled last; 0: none was seen."""
         return self.data.last_step_id
 
     @property
     def num_in_flight(self) -> int:
-        """Steps."""
+        """Steps that were scheduled and whose tokens are not back yet."""
         return self.data.num_in_flight
 
     @property
     def paused(self) -> bool:
-        """The engine, by its user."""
+        """Whether the user has paused the engine."""
         return self.data.paused
 
     @property
     def admission_stop(self) -> AdmissionStop | None:
-        """Of the latest step."""
+        """Why the latest step admitted no further request; None before the first step."""
         return self.data.admission_stop
 
     @property
