@@ -35,6 +35,7 @@ test: setup
 
 test-clients: setup
 	$(BIN)/python tests/clients/run.py
+	$(BIN)/python -m pytest -q -rs -p no:xdist -m slow tests/server/test_prometheus.py
 
 test-clients-light: setup
 	$(BIN)/python tests/clients/run.py --light

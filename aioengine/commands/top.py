@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NoReturn
 from aioengine.commands.on_screen import is_screen, run_on_screen
 from aioengine.commands.runtime import interrupts_leave_at_once, run, status
 from aioengine.commands.termination import EXIT_TERMINATED, signals_handled_by
-from aioengine.commands.top_fleet import find_addresses, print_fleet, show_fleet
+from aioengine.commands.top_fleet import check_addresses, find_addresses, print_fleet, show_fleet
 from aioengine.errors import AioEngineError
 from aioengine.events.address import socket_folder
 from aioengine.events.sources.base import StepSource
@@ -62,6 +62,7 @@ class TopSettings:
 
 def top(settings: TopSettings) -> None:
     """Raises SystemExit(143) after a SIGTERM, when the terminal is as it was and the engine of --demo has ended."""
+    check_addresses(settings.addresses)
     with contextlib.ExitStack() as stack:
         stack.enter_context(signals_handled_by(signal.SIGTERM, _terminate))
         if settings.tour:

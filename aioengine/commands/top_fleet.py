@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from aioengine.commands.on_screen import run_on_screen
-from aioengine.errors import AioEngineError
+from aioengine.errors import AioEngineError, ConfigError
 from aioengine.events.discovery import find_engines
 from aioengine.events.sources.base import StepSource
 from aioengine.events.sources.open import open_source
@@ -31,6 +32,13 @@ def find_addresses() -> list[str]:
             "no engine of yours publishes its events: start one with --events auto, or name an address, a recording or --demo"
         )
     return addresses
+
+
+def check_addresses(addresses: Sequence[str]) -> None:
+    """Raises ConfigError if a recording is among several: a list is of engines."""
+    recording = next((address for address in addresses if Path(address).is_file()), None)
+    if len(addresses) > 1 and recording is not None:
+        raise ConfigError(f"{recording} is a recording, which is watched alone; --compare shows two side by side")
 
 
 def fleet_source(address: str, token: str | None) -> StepSource:

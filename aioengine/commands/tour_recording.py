@@ -48,6 +48,7 @@ class SceneScript:
     screen: str  # the id of the view that it is watched on
     cues: tuple[Cue, ...]
     play: Callable[[Stage], Awaitable[None]]
+    is_about_lanes: bool = False  # of the step screen
     num_blocks: int = 41
     options: Mapping[str, Any] = field(default_factory=dict)
     answer: str = _STORY  # what every request is answered with, over and over
@@ -91,7 +92,7 @@ def record_scene(script: SceneScript, folder: Path) -> Scene:
     with path.open("wb") as file:
         file.write(encode_header(header))
         file.writelines(encode(event, include_prompts=True) for event in events)
-    return Scene(title=script.title, screen=script.screen, captions=place_cues(script, events), path=path)
+    return Scene(script.title, script.screen, captions=place_cues(script, events), path=path, is_about_lanes=script.is_about_lanes)
 
 
 def place_cues(script: SceneScript, events: list[Event]) -> tuple[Caption, ...]:

@@ -288,6 +288,7 @@ SCENES: tuple[SceneScript, ...] = (
     ),
     SceneScript(
         "overlap", "overlap", "step", play=_overlap,
+        is_about_lanes=True,
         cues=(
             Cue(
                 None,

@@ -237,6 +237,7 @@ def _add_kernels(commands: Any, host: Host) -> None:
         """\
   aioengine bench kernels
   aioengine bench kernels --op rms_norm --op silu_mul --num-tokens 1,32,512
+  aioengine bench kernels --roofline                   GOPS and GB/s of the native products, and their share of the peak
   aioengine bench kernels --compile-report             registers and spills of the Triton kernels; needs no GPU
 """,
     )
@@ -248,7 +249,9 @@ def _add_kernels(commands: Any, host: Host) -> None:
         from aioengine_bench.kernels import kernels
 
         if args.compile_report:
-            refuse_unused(args, ("op", "num_tokens", "min_time", "device", "threads"), "has no effect on --compile-report")
+            refuse_unused(args, ("op", "num_tokens", "min_time", "device", "threads", "roofline"), "has no effect on --compile-report")
+        elif args.roofline:
+            refuse_unused(args, ("op", "device", "target"), "has no effect on --roofline")
         else:
             refuse_unused(args, ("target",), "needs --compile-report")
         kernels(KernelSettings(**given(args, KernelSettings), save=save_options(args)))

@@ -271,6 +271,7 @@ class KernelSettings:
     min_time: float = option(0.1, "seconds to repeat each call for", metavar="S")
     device: Literal["auto", "cpu", "cuda"] = option("auto", "where to run")
     threads: int | None = option(None, "CPU threads", unset="all cores")
+    roofline: bool = option(False, "the native products as shares of what this CPU multiplies and reads at most, measured here")
     compile_report: bool = option(False, "compile the Triton kernels ahead of time and report what came out")
     targets: Sequence[str] = option(
         (), "for --compile-report: sm_80, sm_86 or sm_90", "--target", metavar="SM", unset="sm_80 and sm_90", action="append"

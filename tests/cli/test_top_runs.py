@@ -85,3 +85,8 @@ def test_a_damaged_line_is_named_and_nothing_is_written(path: Path, tmp_path: Pa
     assert main(["top", str(bad), "--report", str(tmp_path / "r.html")]) == 1
     assert "line 6" in capsys.readouterr().err
     assert not (tmp_path / "r.html").exists()
+
+
+def test_recordings_are_no_fleet(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", str(path), str(path), "--once"]) == 2
+    assert "--compare shows two side by side" in capsys.readouterr().err

@@ -72,6 +72,8 @@ CALLS: dict[str, Call] = {
     "control.read": lambda engine: engine.control.read("live"),
     "control.submit": lambda engine: engine.control.submit("a"),
     "generate.aclose": lambda engine: engine.generate([1]).aclose(),
+    "generate.call_when_ready": lambda engine: engine.generate([1]).call_when_ready(print),
+    "generate.take_ready": lambda engine: engine.generate([1]).take_ready(),
 }
 
 

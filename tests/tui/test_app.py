@@ -129,6 +129,11 @@ async def test_every_screen_fits_every_size_and_can_be_saved_as_a_picture(size: 
         await press(app, pilot, "3", "enter")
         assert "request alpha" in app.view.text
         await press(app, pilot, "question_mark")
+        assert app.view.text.startswith("─ the words on the screen")
+        for _ in range(40):
+            if "everywhere" in app.view.text:
+                break
+            await press(app, pilot, "pagedown")
         assert "everywhere" in app.view.text
     pictures = read_texts(tmp_path, "*.svg")
     assert len(pictures) == 6
@@ -147,12 +152,14 @@ async def test_a_terminal_that_is_too_small_is_told_so_and_recovers() -> None:
         assert "running 4" in app.view.text
 
 
+@pytest.mark.parametrize("size", [(40, 10), (80, 24), (200, 60)], ids=lambda size: f"{size[0]}x{size[1]}")
+@pytest.mark.parametrize("num_items", [0, 2])
 @in_virtual_time
-async def test_nothing_has_arrived_yet() -> None:
-    async with running(ListSource()) as (app, pilot):
+async def test_nothing_has_arrived_yet(size: tuple[int, int], num_items: int) -> None:
+    async with running(ListSource(busy_items()[:num_items]), size=size) as (app, pilot):
         for key in SCREENS:
             await press(app, pilot, key)
-        assert "~ connecting" in text_of(app, "#title")
+        assert ("* live" if num_items else "~ connecting") in text_of(app, "#title")
 
 
 @in_virtual_time

@@ -46,7 +46,7 @@ async def test_column_titles_sort_and_turn_round() -> None:
         await press(app, pilot, "3")
         view = app.view
         assert isinstance(view, BatchView)
-        await click(app, pilot, " out")
+        await click(app, pilot, "  out")
         assert (view.sort, view.reverse) == ("output", True)
         assert view.text.splitlines()[2].startswith("alpha")
         await click(app, pilot, "out↓")

@@ -19,9 +19,11 @@ from aioengine.testing import in_virtual_time
 from aioengine_tui.model.state import DashboardState
 from aioengine_tui.screens.batch import BatchView
 from aioengine_tui.screens.blocks import BlocksView
+from aioengine_tui.screens.frame import FrameView
 from aioengine_tui.screens.help import HelpView
 from aioengine_tui.screens.log import LogView
 from aioengine_tui.screens.overview import OverviewView
+from aioengine_tui.screens.prefix import PrefixView
 from aioengine_tui.screens.request import RequestView
 from aioengine_tui.screens.step import StepView
 from aioengine_tui.screens.waterfall import WaterfallView
@@ -34,7 +36,8 @@ from tests.tui.support import HEADER, ListSource, MadeUpEngine, busy_items, busy
 
 SIZES = [(40, 10), (47, 13), (60, 16), (80, 24), (93, 31), (120, 40), (154, 20), (200, 60), (30, 8)]
 KEYS = [
-    *"123456", "z", "Z", "m", "o", "question_mark", "escape", "p", "t", "up", "down", "pageup", "pagedown", "home", "end", "left",
+    *"123456", "z", "Z", "m", "o", "T", "v", "w", "question_mark", "escape", "p", "t", "up", "down", "pageup", "pagedown", "home",
+    "end", "left",
     "right", "enter", "s", "r", "F", "d", "l", "n", "N", "c", "slash", "e",
     "tab", "shift+tab", "plus", "minus", "P", "full_stop", "x", "S", "exclamation_mark",
 ]  # fmt: skip
@@ -189,7 +192,8 @@ def test_no_number_is_cut_at_any_width() -> None:
     request = RequestView(palette, session, id="request")
     request.open("alpha")
     views = [
-        kind(palette, session, id="view") for kind in (OverviewView, StepView, BatchView, BlocksView, LogView, HelpView, WaterfallView)
+        kind(palette, session, id="view")
+        for kind in (OverviewView, StepView, BatchView, BlocksView, LogView, HelpView, WaterfallView, FrameView, PrefixView)
     ]
     for width in range(40, 201):
         for view in [*views, request]:

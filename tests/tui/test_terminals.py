@@ -51,7 +51,7 @@ def test_states_are_told_apart_in_ascii_too(signs: dict[str, str]) -> None:
 async def test_nothing_but_ascii_is_painted() -> None:
     app = PaintedApp(ListSource(busy_items()), ascii_only=True)
     async with app.run_test(size=(120, 40)) as pilot:
-        for key in ("1", "2", "3", "enter", "4", "5", "question_mark"):
+        for key in ("1", "2", "3", "enter", "2", "enter", "4", "T", "5", "6", "question_mark"):
             await pilot.press(key)
             await look(app, pilot)
             assert all(text.isascii() for text in app.terminal.texts), key

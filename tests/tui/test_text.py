@@ -119,6 +119,11 @@ def test_a_number_that_would_lose_digits_goes_altogether(text: str, width: int, 
     assert fit(text, width) == shown
 
 
+def test_the_mark_does_not_stand_right_behind_a_whole_number() -> None:
+    assert line_text(fit_line([Part("step 27"), Part("   owners")], 8)) == "step 27 "
+    assert line_text(fit_line([Part("step 27"), Part("   owners")], 9)) == "step 27 …"
+
+
 @given(st.lists(st.text("abc 12", min_size=1, max_size=9), min_size=1, max_size=8), st.integers(1, 40), st.integers(1, 3))
 def test_packed_items_are_whole_or_left_out(texts: list[str], width: int, max_lines: int) -> None:
     lines = [line_text(line) for line in pack([[Part(text)] for text in texts], width, max_lines=max_lines, gap="|")]

@@ -120,7 +120,7 @@ def test_the_clock_of_a_scene_lets_nothing_be_in_two_places(scenes: list[Scene])
 
 def test_the_words_can_be_read_without_a_terminal(scenes: list[Scene]) -> None:
     text = tour_text(scenes)
-    assert text.startswith("1. continuous batching\n   A language model writes one token at a time")
+    assert text.startswith("1. continuous batching\n   A language model writes one token (a piece of a word) at a time")
     assert max(map(len, text.splitlines())) <= 100
     assert text.count("\n\n") == 9
 

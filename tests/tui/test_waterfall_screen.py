@@ -205,14 +205,14 @@ async def test_enter_opens_the_request_and_o_the_step_under_the_cursor() -> None
         await press(app, pilot, "escape")
         assert app.view.id == view.id
         await press(app, pilot, "o")
-        assert app.view.text.splitlines()[0].startswith("─ step 25 ─")
+        assert app.view.text.splitlines()[0].startswith("─ step 25, field by field ─")
 
 
 @in_virtual_time
 async def test_above_the_rows_enter_opens_the_step() -> None:
     async with running(ListSource(busy_items())) as (app, pilot):
         await press(app, pilot, "6", "left", "left", "left", "enter")
-        assert app.view.text.splitlines()[0].startswith("─ step 24 ─")
+        assert app.view.text.splitlines()[0].startswith("─ step 24, field by field ─")
 
 
 @in_virtual_time
@@ -308,7 +308,7 @@ async def test_it_is_the_same_in_a_recording_wherever_one_goes(tmp_path: Path) -
         await press(app, pilot, "home", "o")
         for _ in range(5):
             await press(app, pilot)
-        assert "step 1 " in app.view.text.splitlines()[0] + " "
+        assert "step 1, field by field" in app.view.text.splitlines()[0]
 
 
 def test_scales_say_what_a_column_is() -> None:

@@ -234,7 +234,7 @@ class DashboardApp(ControlActions, App[None]):
 
     def action_help(self) -> None:
         if self.view.id != "help":
-            self.query_one(HelpView).explain_screen(self.view.screen_title, self.view.lines)
+            self.query_one(HelpView).explain_screen(self.view)
         self.action_show("help")
 
     def action_return(self) -> None:

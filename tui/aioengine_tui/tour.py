@@ -21,6 +21,7 @@ from aioengine_tui.app import DashboardApp
 from aioengine_tui.keymap import TOUR_BINDINGS
 from aioengine_tui.model.state import DashboardState
 from aioengine_tui.screens.frame import FrameView
+from aioengine_tui.screens.step import StepView
 from aioengine_tui.widgets.line_view import LineView
 from aioengine_tui.widgets.text import Line, Part, beside, fit_line
 
@@ -55,6 +56,7 @@ class Scene:
     screen: str  # the id of a view
     captions: tuple[Caption, ...]  # by step
     path: Path
+    is_about_lanes: bool = False  # of the step screen
 
     def caption_at(self, step_id: int) -> int:
         """The index of the words for the time from a step on."""
@@ -177,7 +179,9 @@ class TourApp(DashboardApp):
     def _show_screen(self) -> None:
         frame = self.query_one(FrameView)
         frame.open(None)
-        frame.with_words = self.size.height >= _MIN_HEIGHT_FOR_WORDS
+        is_large = self.size.height >= _MIN_HEIGHT_FOR_WORDS
+        frame.with_words = is_large
+        self.query_one(StepView).lanes_first = self.source.scene.is_about_lanes and not is_large
         self.action_show(self.source.scene.screen)
 
     def action_pause(self) -> None:

@@ -7,9 +7,19 @@ import os
 from functools import cache
 from pathlib import Path
 
-from aioengine_kernels.cpu.abi import AttentionArgs, Layer, LinearArgs, RmsNormArgs, RopeCacheArgs, SiluMulArgs, Step, layout_difference
+from aioengine_kernels.cpu.abi import (
+    AttentionArgs,
+    Layer,
+    LinearArgs,
+    PeakArgs,
+    RmsNormArgs,
+    RopeCacheArgs,
+    SiluMulArgs,
+    Step,
+    layout_difference,
+)
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 ISAS = ("portable", "avx2", "avx512")  # the index is the number in the C ABI
 ISA_VARIABLE = "AIOENGINE_CPU_ISA"
 
@@ -26,6 +36,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "aio_rope_cache": (None, (ctypes.POINTER(RopeCacheArgs),)),
     "aio_rms_norm": (None, (ctypes.POINTER(RmsNormArgs),)),
     "aio_silu_mul": (None, (ctypes.POINTER(SiluMulArgs),)),
+    "aio_peak": (ctypes.c_double, (ctypes.POINTER(PeakArgs),)),
     "aio_decoder": (None, (ctypes.POINTER(Layer), _L, ctypes.POINTER(Step))),
 }
 

@@ -14,7 +14,7 @@ Everything is seconds of the engine's clock, step ids, and counts.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 from aioengine.core.scheduler_output import AdmissionStop
@@ -34,9 +34,10 @@ NONE, WAITING, PREEMPTED, IDLE, DECODE, DRAFT, CHUNK, PREFILL, RESUMED, ENDED, A
 
 MAX_STEPS = 8192
 MAX_ENDED_ROWS = 4096
+_END_SLACK = 8  # steps
 MAX_RUNS = 1024  # of a row; more has only who is preempted hundreds of times, or decodes with draft tokens for long
 
-_CODES: dict[str, int] = {"decode": DECODE, "chunk": CHUNK, "prefill": PREFILL, "resumed": RESUMED}
+_CODES: dict[str, int] = {"chunk": CHUNK, "prefill": PREFILL, "resumed": RESUMED}
 _STATE_CODES: dict[str, int] = {"waiting": WAITING, "preempted": PREEMPTED, "running": IDLE, "cleaning_up": ENDED, "finished": ENDED}
 COMPUTES = frozenset({DECODE, DRAFT, CHUNK, PREFILL, RESUMED})
 """The codes of a request that has tokens in the step."""
@@ -84,13 +85,14 @@ class StepMark(NamedTuple):
 class WaterfallRow:
     """One request. Owned by a `Waterfall`."""
 
-    __slots__ = ("arrival_time", "end_step", "last_share_step", "num_runs_dropped", "number", "request_id", "runs")
+    __slots__ = ("arrival_time", "cell", "end_step", "last_share_step", "num_runs_dropped", "number", "request_id", "runs")
 
     def __init__(self, number: int, request_id: str, *, arrival_time: float) -> None:
         self.number = number  # counts arrivals; unlike a request id it is never used again
         self.request_id = request_id
         self.arrival_time = arrival_time
         self.runs: list[Run] = []  # oldest first
+        self.cell = NONE  # what it did last
         self.last_share_step = 0  # the last step in which it had tokens; 0: none
         self.end_step: int | None = None  # the last step in which it is shown; None: it is still there
         self.num_runs_dropped = 0
@@ -99,11 +101,6 @@ class WaterfallRow:
     def first_step(self) -> int | None:
         """The first step that is known of it; None: it arrived after the last one."""
         return self.runs[0].start_step if self.runs else None
-
-    @property
-    def cell(self) -> int:
-        """What it did last."""
-        return self.runs[-1].cell if self.runs else NONE
 
     def at(self, step_id: int) -> Run | None:
         """What it did in a step; None if it was not there."""
@@ -130,7 +127,7 @@ class WaterfallRow:
 
     def add(self, run: Run) -> None:
         """Begin a run. One that begins in the same step as the last one takes its place."""
-        runs = self.runs
+        runs, self.cell = self.runs, run.cell
         if runs and runs[-1].start_step >= run.start_step:
             runs[-1] = Run(runs[-1].start_step, run.cell, run.num_tokens)
             return
@@ -144,7 +141,7 @@ class WaterfallRow:
     def copy(self) -> WaterfallRow:
         other = WaterfallRow(self.number, self.request_id, arrival_time=self.arrival_time)
         other.runs, other.last_share_step, other.end_step = self.runs.copy(), self.last_share_step, self.end_step
-        other.num_runs_dropped = self.num_runs_dropped
+        other.cell, other.num_runs_dropped = self.cell, self.num_runs_dropped
         return other
 
 
@@ -161,18 +158,15 @@ class Waterfall:
     # ------------------------------------------------------------------ reading
     def rows(self, first_step: int, last_step: int) -> list[WaterfallRow]:
         """The requests that were there in any of these steps, by arrival."""
-        found = [
-            row
-            for row in self._all_rows()
-            if row.runs and row.runs[0].start_step <= last_step and (row.end_step is None or row.end_step >= first_step)
-        ]
+        found = [row for row in (*self._ending.values(), *self._live.values()) if row.runs and row.runs[0].start_step <= last_step]
+        for row in reversed(self._ended):  # in the order in which they ended, but for a step or two
+            end_step = row.end_step or 0
+            if end_step < first_step - _END_SLACK:
+                break
+            if end_step >= first_step and row.runs and row.runs[0].start_step <= last_step:
+                found.append(row)
         found.sort(key=_number)
         return found
-
-    def _all_rows(self) -> Iterator[WaterfallRow]:
-        yield from self._ended
-        yield from self._ending.values()
-        yield from self._live.values()
 
     def row(self, request_id: str) -> WaterfallRow | None:
         """The latest request of that name."""
@@ -237,20 +231,18 @@ class Waterfall:
     def _note_shares(self, step_id: int, previous: int, shares: Sequence[Share], requests: dict[str, RequestRow]) -> None:
         live = self._live
         for share in shares:
-            request_id, kind, num_tokens = share.request_id, share.kind, share.num_tokens
+            request_id, kind, num_tokens = share[:3]
             row = live.get(request_id)
             if row is None:
                 if (known := requests.get(request_id)) is None:
                     continue
                 row = self._add_row(known)
-            code = _CODES[kind]
-            if code == DECODE:
-                if num_tokens > 1:
-                    code, num_tokens = DRAFT, 0
-                elif row.last_share_step == previous and row.cell == DECODE:  # it goes on: nothing to write down
-                    row.last_share_step = step_id
-                    continue
-            row.add(Run(step_id, code, num_tokens, _samples(share, requests.get(request_id))))
+            if kind != "decode":
+                row.add(Run(step_id, _CODES[kind], num_tokens, _samples(share, requests.get(request_id))))
+            elif num_tokens > 1:
+                row.add(Run(step_id, DRAFT, 0))
+            elif row.cell != DECODE or row.last_share_step != previous:  # else it goes on: nothing to write down
+                row.add(Run(step_id, DECODE, 1))
             row.last_share_step = step_id
 
     def note_result(self, event: StepResultEvent, requests: dict[str, RequestRow], *, last_step_id: int) -> None:

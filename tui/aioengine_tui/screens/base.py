@@ -30,6 +30,8 @@ class View(LineView, can_focus=True):
     ]
     key_hints: ClassVar[tuple[tuple[str, str], ...]] = ()
     """(key, what it does) for the bottom line, the most useful first."""
+    explained_words: ClassVar[tuple[str, ...]] = ()
+    """Labels of `explanations.py` for signs that stand on the screen without a word."""
 
     def __init__(self, palette: Palette, session: Session, *, id: str) -> None:
         super().__init__(palette, id=id)

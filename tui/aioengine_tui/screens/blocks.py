@@ -19,7 +19,7 @@ from aioengine_tui.themes import Palette
 from aioengine_tui.widgets.block_grid import GridContent, grid_lines, legend, owner_legend
 from aioengine_tui.widgets.block_layout import GridLayout
 from aioengine_tui.widgets.glyphs import BLOCK_WORDS
-from aioengine_tui.widgets.text import Line, Part, clean, fit_line, fit_middle, number, percent, rule, side_by_side
+from aioengine_tui.widgets.text import Line, Part, clean, fit_line, fit_middle, number, pack, percent, rule, side_by_side
 
 _RECENT_STEPS = 2
 _PANEL_WIDTH = 36
@@ -113,8 +113,10 @@ class BlocksView(View):
         foot: list[Line] = []
         if not wide:
             facts = self._facts(state, content)
-            parts = [part for label, value in facts for part in (Part(f"{label} ", "muted"), Part(f"{value}   ", "value"))]
-            foot = [*_wrapped(parts, width, num_foot - 1), owner_legend(self._owners(state), width)]
+            packed = pack(
+                [[Part(f"{label} ", "muted"), Part(value, "value")] for label, value in facts], width, max_lines=num_foot - 1, gap="   "
+            )
+            foot = [*packed, *([] for _ in range(num_foot - 1 - len(packed))), owner_legend(self._owners(state), width)]
         return [fit_line(line, width) for line in (*head, *grid, *foot)][:height]
 
     def _content(self, state: DashboardState) -> GridContent:
@@ -168,7 +170,7 @@ class BlocksView(View):
         info = state.block(block_id, recent_steps=_RECENT_STEPS)
         facts = [("block", f"{block_id} {BLOCK_WORDS.get(info.state, info.state)}"), ("ref_cnt", str(info.ref_cnt))]
         if info.owners:
-            facts.append(("owners", ", ".join(map(clean, info.owners))))
+            facts.append(("owners", _some([clean(owner) for owner in info.owners])))
         owner = state.row(info.owners[0]) if info.owners else None
         if size and owner is not None and block_id in owner.block_ids:
             start = owner.block_ids.index(block_id) * size
@@ -190,7 +192,7 @@ class BlocksView(View):
         num_cached = sum(info.is_cached and not info.owners for info in infos)
         facts = [("blocks", f"{blocks.start} to {blocks.stop - 1}"), ("used", f"{num_owned} of {len(blocks)}")]
         facts += [("free, cached", str(num_cached)), ("empty", str(len(blocks) - num_owned - num_cached))]
-        facts.append(("owners", ", ".join(f"{clean(owner)} {count}" for owner, count in owners.most_common()) or "nobody"))
+        facts.append(("owners", _some([f"{clean(owner)} {count}" for owner, count in owners.most_common()]) or "nobody"))
         return facts
 
     def _panel(self, state: DashboardState, content: GridContent, rows: int) -> list[Line]:
@@ -240,27 +242,15 @@ class BlocksView(View):
 
 def _counts(state: DashboardState, width: int) -> Line:
     blocks = state.blocks
-    line: Line = []
     counts = (
         ("used", f"{blocks.num_used}/{blocks.num_blocks} ({percent(blocks.num_used / blocks.num_blocks)})"),
         ("shared", str(blocks.num_shared)),
         ("free", f"{blocks.num_free} ({blocks.num_free_cached} cached)"),
         ("evicted" if state.totals.origin == "engine" else "evicted since attach", str(state.totals.num_evicted_blocks)),
     )
-    for label, value in counts:
-        if sum(len(part.text) for part in line) + len(label) + len(value) + 1 <= width:
-            line += [Part(f"{label} ", "muted"), Part(f"{value}  ", "value")]
-    return fit_line(line, width)
+    return pack([[Part(f"{label} ", "muted"), Part(value, "value")] for label, value in counts], width)[0]
 
 
-def _wrapped(parts: Line, width: int, rows: int) -> list[Line]:
-    """Pairs of label and value in lines; a pair is not torn."""
-    lines: list[Line] = [[]]
-    for index in range(0, len(parts), 2):
-        size = len(parts[index].text) + len(parts[index + 1].text.rstrip())
-        if lines[-1] and sum(len(part.text) for part in lines[-1]) + size > width:
-            if len(lines) == rows:
-                break
-            lines.append([])
-        lines[-1] += parts[index : index + 2]
-    return lines + [[] for _ in range(rows - len(lines))]
+def _some(names: list[str], most: int = 4) -> str:
+    """The first of them, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

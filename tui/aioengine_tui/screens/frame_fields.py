@@ -24,7 +24,7 @@ _EFFECT_WORDS = {
     "add": ("+ add", "prefill", "a row: prompt, parameters, block table"),
     "resume": ("~ resume", "resumed", "a row again; block table REPLACED by"),
     "append": ("  append", "decode", "blocks at the end of its table:"),
-    "unchanged": ("  go on", "muted", "only its position moves"),
+    "unchanged": ("  go on", "text", "only its position moves"),
 }
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from aioengine_tui.explanations import explained, labels_of
 from aioengine_tui.model.state import DashboardState
-from aioengine_tui.screens.base import PageView
+from aioengine_tui.screens.base import PageView, View
 from aioengine_tui.widgets.block_grid import legend
 from aioengine_tui.widgets.block_layout import GridLayout
 from aioengine_tui.widgets.glyphs import KIND_FILLS, KIND_LETTERS, STATE_LETTERS
@@ -76,9 +76,9 @@ class HelpView(PageView):
 
     _about: tuple[str, list[tuple[str, str]]] = ("", [])
 
-    def explain_screen(self, title: str, lines: list[Line]) -> None:
+    def explain_screen(self, view: View) -> None:
         """Begin with the labels of the screen from which the help was asked for."""
-        self._about = (title, explained(labels_of(lines)))
+        self._about = (view.screen_title, explained([*view.explained_words, *labels_of(view.lines)]))
         self.scroll_state.top = 0
 
     def compose_page(self, state: DashboardState, width: int) -> list[Line]:

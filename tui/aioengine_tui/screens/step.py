@@ -75,6 +75,7 @@ class StepView(ListView):
         super().__init__(palette, session, id=id, follow_end=True)
         self.with_lanes = True
         self.lane_steps = 6
+        self.lanes_first = False  # the lanes in place of the chosen step, for a tour on a small screen
         self._first_step_id: int | None = None
         self._frame_height = 0
         self._for_size = (0, 0)
@@ -113,7 +114,11 @@ class StepView(ListView):
         return side_by_side([[*chosen, *shares], self._compose_list(steps, right, height, first_row=0)], [left, right], gap=2)[:height]
 
     def _compose_tall(self, steps: Sequence[StepRecord], width: int, height: int) -> list[Line]:
-        lines = self._compose_step(steps, width, height, list_height=2 + _MIN_TIMELINE)
+        if self.lanes_first and self.with_lanes:
+            self.scroll_state.fit(len(steps), max(1, height - _NUM_LANE_LINES - 3))
+            lines = self._lanes(steps, width)
+        else:
+            lines = self._compose_step(steps, width, height, list_height=2 + _MIN_TIMELINE)
         return [*lines, *self._compose_list(steps, width, height - len(lines), first_row=len(lines))][:height]
 
     def _compose_step(self, steps: Sequence[StepRecord], width: int, height: int, *, list_height: int) -> list[Line]:

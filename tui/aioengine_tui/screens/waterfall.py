@@ -32,6 +32,11 @@ class WaterfallView(View):
         ("←↑↓→", "cursor"), ("enter", "open"), ("o", "step"), ("z Z", "zoom"), ("m", "steps/ms"), ("end", "follow"), ("d", "ended"),
     )  # fmt: skip
 
+    explained_words: ClassVar[tuple[str, ...]] = (
+        "a row and a column", "stop line", "tokens line", "blocks line", "step line", "█ prompt", "▓ chunk", "▒ decode", "2 guesses",
+        "▚ resumed", "! preempted", "- no token", "· waits behind", "B S K P F", "x ended",
+    )  # fmt: skip
+
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("left", "columns(-1)", "left", show=False),
         Binding("right", "columns(1)", "right", show=False),
@@ -250,7 +255,8 @@ class WaterfallView(View):
         longest = max((width_of(clean(row.request_id)) for row in self._rows), default=0)
         self._name_width = max(_MIN_NAME, min(longest, _MAX_NAME, width // 5) + 1)
         self._window = Window(marks, scale, last=last, width=width - self._name_width)
-        self._rows = self._rows_in(state, self._window)
+        span = self._window.step_range or (0, 0)
+        self._rows = [row for row in self._rows if row.end_step is None or row.end_step >= span[0]]
         if self.number is not None and self._row_index() is None:
             self.number = None  # its row has left the picture
             self._finds_rows = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -16,6 +15,7 @@ from aioengine_tui.widgets.text import Line, Part, clean, fit, fit_middle
 
 LEFT_EIGHTHS = " ▏▎▍▌▋▊▉"
 _OWNED = frozenset({USED, SHARED, ALLOCATED})
+_IS_OWNED = bytes(code in _OWNED for code in range(256))
 _MIXED = "block_mixed"
 
 
@@ -64,6 +64,11 @@ class _Painter:
         self._content = content
         self._layout = layout
         self._places = content.places if with_places else {}
+        self._owned = content.codes.translate(_IS_OWNED)  # 1: somebody has the block; block 1 first
+        self._colours = bytearray(len(content.codes))  # 0: nobody has it, else the colour of its first owner, plus 1
+        if layout.per_cell > 1:
+            for block_id, mark in content.marks.items():
+                self._colours[block_id - 1] = mark.colour + 1
 
     # ------------------------------------------------------------------ one character
     def small(self, cell: int) -> tuple[str, str]:
@@ -92,19 +97,21 @@ class _Painter:
     def _several(self, cell: int) -> tuple[str, str]:
         """What changed a moment ago comes first; then the height says how many are owned, and the colour by whom: one request that
         owns more than half of them, or several."""
-        blocks = self._layout.blocks_of(cell)
-        codes = self._content.codes[blocks.start - 1 : blocks.stop - 1]
-        num_owned = codes.count(USED) + codes.count(SHARED) + codes.count(ALLOCATED)
+        start = cell * self._layout.per_cell
+        end = min(start + self._layout.per_cell, self._layout.num_blocks)
+        num_owned = self._owned.count(1, start, end)
         if not num_owned:
             if self._places:
-                return self._decile(min((self._places[b] for b in blocks if b in self._places), default=0)), "place"
-            return _looks(next(code for code in (RELEASED, FREE_CACHED, EMPTY) if code in codes))
-        if not self._content.lit.isdisjoint(blocks):
+                return self._decile(min((self._places[b] for b in range(start + 1, end + 1) if b in self._places), default=0)), "place"
+            codes = self._content.codes
+            return _looks(next(code for code in (RELEASED, FREE_CACHED, EMPTY) if codes.find(code, start, end) >= 0))
+        if self._content.lit and not self._content.lit.isdisjoint(range(start + 1, end + 1)):
             return LIT, "block_lit"
-        marks = self._content.marks
-        colours = Counter(marks[block_id].colour for block_id in blocks if block_id in marks)
-        colour, count = colours.most_common(1)[0] if colours else (0, 0)
-        return EIGHTHS[max(1, num_owned * 8 // len(codes))], f"owner_{colour}_ink" if count * 2 > num_owned else _MIXED
+        glyph = EIGHTHS[max(1, num_owned * 8 // (end - start))]
+        for colour in set(self._colours[start:end]):
+            if colour and self._colours.count(colour, start, end) * 2 > num_owned:
+                return glyph, f"owner_{colour - 1}_ink"
+        return glyph, _MIXED
 
     def _decile(self, place: int) -> str:
         """In which tenth of the free queue: 0 goes first."""
@@ -148,7 +155,7 @@ class _Painter:
         if code in _OWNED and mark is not None and width >= 4:
             yield fit_middle(clean(mark.request_id), min(width, len(clean(mark.request_id))))
         elif code not in _OWNED and width >= 6:
-            yield "empty" if code == EMPTY or block_id not in content.hashes else "cached"
+            yield {EMPTY: "empty", RELEASED: "freed"}.get(code, "cached")
         if code in _OWNED and content.block_size and width >= 5:
             filled = content.fills.get(block_id, content.block_size)
             text = f"{filled}/{content.block_size}"
@@ -238,6 +245,6 @@ def owner_legend(marks: Iterable[tuple[OwnerMark, int]], width: int) -> Line:
         left = len(entries) - index
         if used + 1 + len(text) > width - (9 if left > 1 else 0):
             return [*line, Part(f"… {left} more", "muted")]
-        line += [Part(mark.letter, f"owner_{mark.colour}"), Part(text, "muted")]
+        line += [Part(mark.letter, f"owner_{mark.colour}"), Part(text)]
         used += 1 + len(text)
     return line

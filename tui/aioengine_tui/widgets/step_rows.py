@@ -63,11 +63,12 @@ class StepRow(NamedTuple):
 
 def step_rows(steps: Sequence[StepRecord]) -> list[StepRow]:
     """The steps as rows, each with the time since the one before."""
-    before: list[StepRecord | None] = [None, *steps[:-1]]
-    return [
-        StepRow(step, step.time - last.time if last is not None and last.step_id == step.step_id - 1 else None)
-        for step, last in zip(steps, before, strict=True)
-    ]
+    rows: list[StepRow] = []
+    last: StepRecord | None = None
+    for step in steps:
+        rows.append(StepRow(step, step.time - last.time if last is not None and last.step_id == step.step_id - 1 else None))
+        last = step
+    return rows
 
 
 def _mark(name: str, sign: str, ids: Callable[[StepRecord], Sequence[str]], role: str, importance: int) -> Column[StepRow]:

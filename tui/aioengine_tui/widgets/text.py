@@ -167,7 +167,10 @@ def fit_line(line: Line, width: int) -> Line:
         text = printable(part.text)  # nothing reaches the screen but through here
         size = width_of(text)
         if size > left or (size == left and any(other.text for other in line[index + 1 :])):
-            fitted.append(with_text(part, fit(text, left) if size > left else fit(text + " ", left)))
+            cut = fit(text, left) if size > left else fit(text + " ", left)
+            if cut[0] == CLIPPED and fitted and fitted[-1].text[-1:].isdigit():
+                cut = fit("", left)  # right behind a whole number the mark would say that it lost digits
+            fitted.append(with_text(part, cut))
             return fitted
         fitted.append(part if text is part.text else with_text(part, text))
         left -= size

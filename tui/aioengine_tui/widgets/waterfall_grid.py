@@ -11,6 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from aioengine_tui.model.waterfall import (
@@ -112,10 +113,6 @@ class Window:
         self.marks.reverse()
         self.spans.reverse()
         self._ids = [mark.step_id for mark in self.marks]
-        self.letters = self._letters()
-        self._stopped = self._stopped_names()
-        covered = {column for begin, end in self.spans for column in range(begin, end + 1)}
-        self._uncovered = [column for column in range(self.width) if column not in covered]  # nothing was computed then
 
     @property
     def step_range(self) -> tuple[int, int] | None:
@@ -126,7 +123,8 @@ class Window:
         """The steps in a column, counted from `first`."""
         return [mark for mark, (begin, end) in zip(self.marks, self.spans, strict=True) if begin <= column <= end]
 
-    def _letters(self) -> str:
+    @cached_property
+    def letters(self) -> str:
         """Why admission stopped, a letter a column; of several reasons the most frequent, a blank where nobody waited."""
         stops: list[Counter[str]] = [Counter() for _ in range(self.width)]
         for mark, (begin, end) in zip(self.marks, self.spans, strict=True):
@@ -135,7 +133,8 @@ class Window:
                 stops[column][letter] += 1
         return "".join(count.most_common(1)[0][0] if count else " " for count in stops)
 
-    def _stopped_names(self) -> list[set[str] | None]:
+    @cached_property
+    def _stopped(self) -> list[set[str] | None]:
         """At whom admission stopped, a set a column; None where an old engine does not tell."""
         names: list[set[str] | None] = [set() for _ in range(self.width)]
         for mark, (begin, end) in zip(self.marks, self.spans, strict=True):
@@ -146,6 +145,12 @@ class Window:
                 elif mark.stop != "queue_empty":
                     names[column] = None
         return names
+
+    @cached_property
+    def _uncovered(self) -> list[int]:
+        """Columns in which nothing was computed."""
+        covered = {column for begin, end in self.spans for column in range(begin, end + 1)}
+        return [column for column in range(self.width) if column not in covered]
 
     # ------------------------------------------------------------------ a row
     def codes(self, row: WaterfallRow) -> bytes:

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from aioengine_tui.model.state import DashboardState
+from aioengine_tui.model.state_data import StateData
 from aioengine_tui.model.why.words import advice_line, request_words
 from aioengine_tui.widgets.text import Line, Part, clean, fit_line, rule, wrap, wrap_to
 
-_ADVICE_S = 1.0
+_ADVICE_S = 2.0
 
 
 class Advisor:
-    """The advice for one view, looked for once a second of the engine's clock: it is about thousands of steps."""
+    """The advice for one view, looked for every two seconds of the engine's clock: it is about thousands of steps."""
 
     def __init__(self) -> None:
         self._words: str | None = None
-        self._known_for: tuple[float, int, int] | None = None  # the engine's time, its step, and how long the words may be
+        self._known_for: tuple[StateData, int] | None = None  # what was folded, another object after a seek; how long it may be
+        self._time = 0.0  # of the engine's clock
 
     def line(self, state: DashboardState, *, most: int) -> str | None:
         """As `advice_line`."""
         known = self._known_for
-        if known is None or known[2] != most or not 0 <= state.now - known[0] < _ADVICE_S or state.last_step_id < known[1]:
-            self._known_for = (state.now, state.last_step_id, most)
+        if known is None or known[0] is not state.data or known[1] != most or state.now - self._time >= _ADVICE_S:
+            self._known_for, self._time = (state.data, most), state.now
             self._words = advice_line(state, most=most)
         return self._words
 

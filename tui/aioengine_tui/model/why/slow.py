@@ -13,7 +13,7 @@ from aioengine_tui.model.waterfall import CELLS, COMPUTES, PREEMPTED, PROMPTS, C
 SLOW_FACTOR = 2.0
 """A step is called slow from this multiple of the usual time on."""
 
-_USUAL_STEPS = 1000  # what is usual is taken from the latest so many steps
+_USUAL_STEPS = 300  # what is usual is taken from the latest so many steps
 
 SlowCause = Literal["prompt", "preempted", "not_scheduled", "step"]
 """prompt: prompt tokens of others shared the step. preempted: the request lost its blocks, and its tokens were computed again.
