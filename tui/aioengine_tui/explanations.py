@@ -133,10 +133,6 @@ EXPLANATIONS = MappingProxyType(
         "forward": "How long the model ran.",
         "sampling": "How long it took to choose a token from the model's output.",
         "ended with this step": ("Requests whose last token came with this step. The worker learns it in a later step's finished_req_ids."),
-        "what the worker does with it": (
-            "The worker's half of the step: which rows of its tables change, which tokens go through the model, and where their keys and "
-            "values are written."
-        ),
         # ---- KV blocks
         "block": ("A block holds the keys and values of block_size tokens. It is the unit in which KV memory is given and taken."),
         "blocks": "KV blocks: those under the cursor, or those that a request holds.",
