@@ -25,6 +25,7 @@ from aioengine_bench.flags import (
 from aioengine_bench.options import add_options, given, refuse_unused
 from aioengine_bench.settings import (
     CompareSettings,
+    DiffSettings,
     KernelSettings,
     LatencySettings,
     OverheadSettings,
@@ -54,7 +55,7 @@ examples:
 def add_subcommands(parser: Any, host: Host) -> None:
     """Give `parser` (of `aioengine bench`) its subcommands; each sets `handler(args, start_time)`."""
     commands = parser.add_subparsers(title="commands", dest="bench_command", metavar="COMMAND", required=True, prog="aioengine bench")
-    for add in (_add_throughput, _add_latency, _add_serve, _add_sweep, _add_overhead, _add_kernels, _add_compare, _add_report):
+    for add in (_add_throughput, _add_latency, _add_serve, _add_sweep, _add_overhead, _add_kernels, _add_compare, _add_diff, _add_report):
         add(commands, host)
 
 
@@ -305,6 +306,30 @@ def _add_report(commands: Any, host: Host) -> None:
         from aioengine_bench.report import report
 
         report(ReportSettings(**given(args, ReportSettings), inputs=_files(args.files)))
+
+    parser.set_defaults(handler=handle)
+
+
+def _add_diff(commands: Any, host: Host) -> None:
+    parser: argparse.ArgumentParser = _command(
+        commands,
+        "diff",
+        "two result files beside each other, with an exit status for regressions",
+        """\
+  aioengine bench diff before.json after.json
+  aioengine bench diff before.json after.json --fail-if 'output_throughput<-5%' --fail-if 'p99_ttft_ms>+20'
+""",
+    )
+    parser.usage = "aioengine bench diff [options] BEFORE AFTER"
+    parser.add_argument("before", metavar="BEFORE", help="a result of --save-result")
+    parser.add_argument("after", metavar="AFTER", help="another one, of the same work")
+    add_options(parser, DiffSettings)
+    host.add_log_option(parser)
+
+    def handle(args: argparse.Namespace, start_time: float) -> None:
+        from aioengine_bench.diff import diff
+
+        diff(DiffSettings(**given(args, DiffSettings), before=args.before, after=args.after))
 
     parser.set_defaults(handler=handle)
 

@@ -322,6 +322,18 @@ class CompareSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class DiffSettings:
+    before: str
+    after: str
+    fail_if: Sequence[str] = option(
+        (), "exit with status 1 if NAME changed so: output_throughput<-5%%, p99_ttft_ms>+20; may be repeated", "--fail-if",
+        metavar="CHANGE", unset="", action="append",
+    )  # fmt: skip
+    other_work: bool = option(False, "compare results of different work (model, dataset, rate) too")
+    json: bool = option(False, "one line of JSON in place of the table")
+
+
+@dataclass(frozen=True, slots=True)
 class ReportSettings:
     inputs: Sequence[str]
     output: str = option("report.html", 'the page; "-" is stdout', "--output", "-o", metavar="FILE")

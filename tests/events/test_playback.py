@@ -68,7 +68,9 @@ def test_names_that_look_like_fields_mislead_nobody(tmp_path: Path) -> None:
                 len(names),
                 preempted_req_ids=frozenset({"p"} if step_id == 2 else ()),
             )
-            recorder(StepEvent(step_id, start, output, stats, "budget", 8, BlockChanges(), 1, start, start))
+            recorder(
+                StepEvent(step_id, start, output, stats, "budget", 8, BlockChanges(), 1, start, start, [], [FinishedInfo("q", "stop", 1)])
+            )
             times = (start, start, start, start, start, start + duration)
             told = [FinishedInfo("finish_reason", "abort" if step_id == 3 else "stop", 1)]
             text = {"finish_reason": "abort", "update_end": "7"}
