@@ -26,8 +26,9 @@ def main() -> None:
     asked: Any = client.chat.completions.create(model="smollm2", messages=messages, tools=[WEATHER], tool_choice="required")
     first = asked.choices[0].message
     (call,) = first.tool_calls
-    result = get_weather(**json.loads(call.function.arguments))
-    print(f"{call.function.name}({call.function.arguments}) -> {result}")
+    arguments = json.loads(call.function.arguments)
+    result = get_weather(**arguments)
+    print(f"{call.function.name}({arguments}) -> {result}")
     messages += [first.to_dict(), {"role": "tool", "tool_call_id": call.id, "content": result}]
     print(client.chat.completions.create(model="smollm2", messages=messages, max_tokens=40).choices[0].message.content)
 

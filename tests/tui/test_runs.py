@@ -92,12 +92,15 @@ def test_ends_and_latencies_are_those_of_the_events(log: RunLog, recording: Reco
     assert sum(r.num_preemptions for r in log.requests) == sum(log.steps["num_preempting"])
 
 
-def test_the_latencies_between_tokens_are_those_of_the_dashboard(log: RunLog, recording: Recording) -> None:
+def test_latencies_between_tokens_and_totals_are_those_of_the_dashboard(log: RunLog, recording: Recording) -> None:
     state = DashboardState()
     state.apply(recording.header)
     for event in recording.events:
         state.apply(event)
     assert sorted(log.itls.items()) == sorted(state.data.itls.recent(state.now))
+    assert sum(log.steps["num_prompt_tokens"]) == state.totals.num_prompt_tokens_computed
+    assert sum(log.steps["num_recomputed_tokens"]) == state.totals.num_recomputed_tokens > 0
+    assert sum(log.steps["num_new_tokens"]) == state.totals.num_output_tokens
 
 
 def test_a_recording_that_begins_in_the_middle_still_reads(recording: Recording) -> None:
