@@ -123,6 +123,12 @@ class ResolvedConfig:
     seed: int | None
     check_invariants: bool
 
+    def with_prefix_caching_seed(self, seed: str) -> ResolvedConfig:
+        """With that seed of the block hashes where the user gave none: a run can then be repeated with the same hashes."""
+        if self.cache.prefix_caching_seed is not None:
+            return self
+        return dataclasses.replace(self, cache=dataclasses.replace(self.cache, prefix_caching_seed=seed))
+
     def fitted(self, num_kv_cache_blocks: int) -> ResolvedConfig:
         """With max_model_len="auto" as long as a request can be in a cache of that many blocks, the null block included.
 
