@@ -101,10 +101,9 @@ class TokenReplay:
         sampled = self._executor.sample_tokens(self._masks(output))
         executed.result()
         result = sampled.result()
-        for req_id in output.structured_output_request_ids:
-            index = result.req_id_to_index.get(req_id)
-            if index is not None and req_id in self._structured_output:
-                self._structured_output.accept(req_id, result.sampled_token_ids[index])
+        for req_id, token_ids in zip(result.req_ids, result.sampled_token_ids, strict=True):
+            if req_id in output.structured_output_request_ids and req_id in self._structured_output:
+                self._structured_output.accept(req_id, token_ids)
         return result
 
     def _masks(self, output: SchedulerOutput) -> GrammarOutput | None:
