@@ -4,6 +4,7 @@
 #   make demo    watch the engine at work (where the output is no terminal: run eight prompts through it)
 #   make test    run all tests, two at a time (make test TEST_JOBS=8)
 #   make test-clients        run the clients that people use against a server (test-clients-light: those that take seconds)
+#   make docs    build the documentation into build/docs (open build/docs/index.html)
 #   make lint    ruff and mypy --strict
 #   make clean   remove caches and build outputs (make distclean: .venv too)
 
@@ -13,7 +14,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
 
-.PHONY: setup demo test test-clients test-clients-light lint format clean distclean
+.PHONY: setup demo test test-clients test-clients-light docs lint format clean distclean
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -34,9 +35,13 @@ test: setup
 
 test-clients: setup
 	$(BIN)/python tests/clients/run.py
+	$(BIN)/python -m pytest -q -rs -p no:xdist -m slow tests/server/test_prometheus.py
 
 test-clients-light: setup
 	$(BIN)/python tests/clients/run.py --light
+
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,8 +1,8 @@
 """Builds the optional native CPU library: a plain shared library with a C ABI, loaded by ctypes.
 
 Each instruction set has a translation unit of its own with its own flags; which one runs is decided at run time, so a
-wheel works on every machine of its architecture. Where there is no compiler the build is skipped and the engine runs
-its torch path (`aioengine_kernels.cpu.status()` says why). Metadata is in pyproject.toml.
+wheel works on every machine of its architecture, and under every Python. Where there is no compiler the build is skipped
+and the engine runs its torch path (`aioengine_kernels.cpu.status()` says why). Metadata is in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import platform
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.modified import newer_group
 
@@ -54,5 +55,17 @@ class BuildNative(build_ext):
     def get_export_symbols(self, ext: Extension) -> list[str]:
         return []  # not a Python module: there is no PyInit function
 
+    def get_ext_filename(self, fullname: str) -> str:
+        return str(Path(*fullname.split(".")).with_suffix(".so"))  # without the tag of the Python that builds it
 
-setup(ext_modules=[NATIVE], cmdclass={"build_ext": BuildNative})
+
+class AnyPythonWheel(bdist_wheel):
+    """One wheel for every Python 3: `py3-none-<platform>` with the library, `py3-none-any` where it could not be built."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        _, _, system = super().get_tag()
+        has_library = any(Path(self.bdist_dir).rglob("_native.so"))
+        return "py3", "none", system if has_library else "any"
+
+
+setup(ext_modules=[NATIVE], cmdclass={"build_ext": BuildNative, "bdist_wheel": AnyPythonWheel})

@@ -19,6 +19,7 @@ from aioengine.commands import options
 from aioengine.commands.bench import add_bench
 from aioengine.commands.replay_options import add_replay
 from aioengine.commands.structured_output_options import add_structured_output_options
+from aioengine.commands.top_arguments import add_top
 from aioengine.errors import AioEngineError
 from aioengine.printable import PrintableFormatter, printable
 
@@ -62,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="aioengine", description=_DESCRIPTION, epilog=_EPILOG, usage="aioengine [--version] COMMAND ...")
     parser.add_argument("--version", action="version", version=f"aioengine {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", prog="aioengine")
-    for add in (_add_generate, _add_chat, _add_serve, _add_demo, _add_top, add_replay, add_bench, _add_pull, _add_doctor):
+    for add in (_add_generate, _add_chat, _add_serve, _add_demo, add_top, add_replay, add_bench, _add_pull, _add_doctor):
         add(commands)
     return parser
 
@@ -85,6 +86,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"aioengine: error: {printable(str(exc))}", file=sys.stderr)
         # ConfigError and InvalidRequestError are ValueErrors: the caller's mistake.
         return EXIT_USAGE if isinstance(exc, ValueError) else EXIT_FAILURE
+    except ModuleNotFoundError as exc:
+        if exc.name is None or exc.name.startswith("aioengine"):
+            raise
+        print(
+            f"aioengine: error: the package {printable(exc.name)} is not installed: install aioengine with its dependencies",
+            file=sys.stderr,
+        )
+        return EXIT_FAILURE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
@@ -292,69 +301,6 @@ def _demo(args: argparse.Namespace, start_time: float) -> None:
     from aioengine.commands.demo import DemoSettings, demo
 
     demo(DemoSettings(config=config, params=params, publish=options.publish_options(args), plain=args.plain, start_time=start_time))
-
-
-# ---------------------------------------------------------------------------------------------------- top
-def _add_top(commands: argparse._SubParsersAction[_Parser]) -> None:
-    parser = commands.add_parser(
-        "top",
-        help="watch an engine: every step, request and KV block",
-        description="Watch an engine live, or replay a recording: every step, every request, every KV block.",
-        usage="aioengine top [options] [ADDRESS | FILE | --demo]",
-        epilog="""\
-examples:
-  aioengine top --demo                                 an engine with the built-in model and varied traffic
-  aioengine chat --events /tmp/e.sock                  an engine to watch; then, on another terminal:
-  aioengine top /tmp/e.sock
-  aioengine top steps.jsonl                            replay what --record wrote
-  aioengine top /tmp/e.sock --once --json              one state, for scripts
-""",
-    )
-    parser.add_argument("address", metavar="ADDRESS", nargs="?", help="a Unix socket's path, tcp:HOST:PORT, or a recording's path")
-    parser.add_argument("--demo", action="store_true", help="start an engine with live traffic, and watch it")
-    parser.add_argument("--once", action="store_true", help="print one state and leave")
-    parser.add_argument("--json", action="store_true", help="print states as JSON, one a line")
-    parser.add_argument("--web", action="store_true", help="serve the dashboard as a web page (needs aioengine[web])")
-    parser.add_argument("--host", metavar="NAME", default="localhost", help="where --web listens (default: localhost, this machine alone)")
-    parser.add_argument("--port", metavar="N", type=int, default=8000, help="port of --web (default: 8000)")
-    parser.add_argument(
-        "--theme", choices=("dark", "light", "high-contrast", "colour-blind", "ansi"), default="dark", help="colours (default: dark)"
-    )
-    parser.add_argument("--refresh", metavar="HZ", type=float, default=4.0, help="pictures a second, 0.5 to 10 (default: 4)")
-    parser.add_argument("--events-token", metavar="TOKEN", help="for an engine over TCP (default: AIOENGINE_EVENTS_TOKEN)")
-    options.add_model_option(parser)
-    options.add_log_option(parser)
-    options.add_engine_options(parser)
-    parser.set_defaults(handler=_top, parser=parser)
-
-
-def _top(args: argparse.Namespace, start_time: float) -> None:
-    if args.demo == (args.address is not None):
-        args.parser.error("one of ADDRESS, FILE and --demo is needed" if not args.demo else "argument --demo: not allowed with an address")
-    if args.web and (args.once or args.json):
-        args.parser.error("argument --web: not allowed with --once and --json")
-    if not 0.5 <= args.refresh <= 10:
-        args.parser.error(f"argument --refresh: must be from 0.5 to 10, got {args.refresh:g}")
-    for name, value in options.DEMO_SETTINGS.items():
-        vars(args).setdefault(f"engine_{name}", value)
-    config = options.engine_config(args)
-
-    from aioengine.commands.top import TopSettings, top
-
-    top(
-        TopSettings(
-            address=args.address,
-            once=args.once,
-            as_json=args.json,
-            web=args.web,
-            host=args.host,
-            port=args.port,
-            theme=args.theme,
-            refresh=args.refresh,
-            token=options.events_token(args.events_token),
-            demo_config=config,
-        )
-    )
 
 
 # ---------------------------------------------------------------------------------------------------- pull

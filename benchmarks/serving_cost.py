@@ -211,6 +211,7 @@ def main() -> None:
         "metrics": lambda: metrics(3),
         "client": lambda: client(args.port, args.num_tokens, args.num_streams, args.num_rounds),
     }
+    gc.freeze()  # as in `aioengine serve`
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         result = runner.run(runs[args.what]())
     if args.what == "client":

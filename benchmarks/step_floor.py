@@ -1,8 +1,9 @@
 """How far a decode step is from the least time that this machine allows. CPU only.
 
 The floor of a step is the larger of: the bytes it has to read (weights once, the keys and values of every request) over
-the measured copy bandwidth; and its multiplications over the measured peak of PyTorch's matrix product of the same kind
-(float32, or int8 for fast weights). Everything is measured in this process, with the same threads.
+the measured read bandwidth; and its multiplications over the measured peak of the instruction that the kernels use (integer dot
+products: one digit of an activation for fast weights, two for exact ones; float32 for attention). Everything is measured in this
+process, with the same threads, as `aioengine bench kernels --roofline` does.
 
     python benchmarks/step_floor.py --weights fast exact --batch 1 8 32
 """
@@ -14,8 +15,6 @@ import asyncio
 import itertools
 import os
 import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +24,7 @@ from aioengine.checkpoint.gguf import GGUFFile
 from aioengine.config import ModelInfo
 from aioengine.events.step_event import StepResultEvent
 from aioengine.models.info import resolve_model
+from aioengine_kernels.cpu.peak import measure_peak
 
 PROMPT_LEN = 128
 NUM_STEPS = 64
@@ -35,32 +35,15 @@ KV_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 class Machine:
     """What the floor is made of, measured here."""
 
-    copy_bytes_s: float
+    read_bytes_s: float
     float32_flops: float
     int8_flops: float
 
 
-def best_rate(work: float, run: Callable[[], object], *, rounds: int = 8) -> float:
-    """The most of `work` a second in some rounds."""
-    run()
-    seconds = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - start)
-    return work / min(seconds)
-
-
 def measure_machine() -> Machine:
-    source, target = torch.ones(1 << 26), torch.empty(1 << 26)  # 256 MiB each: beyond every cache
-    a, b = torch.rand(1024, 1024), torch.rand(1024, 1024)
-    a8, b8 = (torch.randint(-100, 100, (1024, 1024), dtype=torch.int8) for _ in range(2))
-    flops = 2.0 * 1024**3
-    return Machine(
-        copy_bytes_s=best_rate(2.0 * source.nbytes, lambda: target.copy_(source)),
-        float32_flops=best_rate(flops, lambda: a @ b),
-        int8_flops=best_rate(flops, lambda: torch._int_mm(a8, b8)),
-    )
+    peak = measure_peak(num_threads=torch.get_num_threads(), budget_s=1.0)
+    # Plain C++ multiplies by float32 in its exact mode, and by integers no faster.
+    return Machine(peak.read_bytes_s, peak.float32_ops_s, peak.int8_ops_s or peak.float32_ops_s)
 
 
 async def measure_step(model: str, *, weights: str, batch: int) -> tuple[float, float, AsyncEngine]:
@@ -95,8 +78,8 @@ def floor_s(
     context = PROMPT_LEN + NUM_STEPS / 2
     kv_values = 2 * info.num_layers * info.num_kv_heads * info.head_dim * context * batch
     attention_flops = 4 * info.num_layers * info.num_heads * info.head_dim * context * batch
-    peak = machine.int8_flops if weights == "fast" else machine.float32_flops
-    memory = (num_bytes + kv_values * KV_BYTES[kv_cache_dtype]) / machine.copy_bytes_s
+    peak = machine.int8_flops / (1 if weights == "fast" else 2)
+    memory = (num_bytes + kv_values * KV_BYTES[kv_cache_dtype]) / machine.read_bytes_s
     arithmetic = 2 * num_weights * batch / peak + attention_flops / machine.float32_flops
     return max(memory, arithmetic), "memory" if memory > arithmetic else "arithmetic"
 
@@ -110,7 +93,7 @@ def main() -> None:
     torch.set_num_threads(os.cpu_count() or 1)
     machine = measure_machine()
     print(
-        f"copy {machine.copy_bytes_s / 1e9:.1f} GB/s, float32 {machine.float32_flops / 1e9:.0f} GFLOP/s, "
+        f"reads {machine.read_bytes_s / 1e9:.1f} GB/s, float32 {machine.float32_flops / 1e9:.0f} GFLOP/s, "
         f"int8 {machine.int8_flops / 1e9:.0f} GOP/s, {torch.get_num_threads()} threads"
     )
     sizes = matrix_sizes(args.model)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import os
+import shutil
+import tempfile
 from collections.abc import Generator
 from pathlib import Path
 
@@ -13,6 +16,10 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores as it is
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Engines of tests are not in the list of `aioengine top` of whoever runs them, and leave nothing where it looks.
+os.environ["AIOENGINE_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="aioengine-tests-")
+atexit.register(shutil.rmtree, os.environ["AIOENGINE_RUNTIME_DIR"], ignore_errors=True)
 
 LOCKS = pytest.StashKey["Locks"]()
 

@@ -32,7 +32,7 @@ from aioengine.testing import FakeExecutor, FakeTokenizer, scripted
 from aioengine_bench import console
 from aioengine_tui.app import DashboardApp
 from aioengine_tui.plain import render_plain
-from aioengine_tui.table_file import ExportTable, write_table
+from aioengine_tui.table_file import ExportTable, table_text
 from tests.tui.support import ListSource, busy_items, folded
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -137,7 +137,7 @@ def test_plain_top_prints_no_such_character(nasty: str, capsys: pytest.CaptureFi
     assert_printable(text, keep="\n")
     assert "alpha" in text
     assert len(text.splitlines()) == len(render_plain(folded(busy_items()), width=100).splitlines()), "no line is forged"
-    _print_state(state, as_json=True)
+    _print_state(state, as_json=True, ascii_only=False)
     out = capsys.readouterr().out
     assert out.count("\n") == 1
     assert_printable(out.removesuffix("\n"))
@@ -181,13 +181,12 @@ def _assert_screen_is_printable(app: DashboardApp) -> None:
 
 
 @unprintable
-def test_a_saved_table_holds_no_such_character(nasty: str, tmp_path: Path) -> None:
+def test_a_saved_table_holds_no_such_character(nasty: str) -> None:
     table = ExportTable(["id" + nasty], [["=" + nasty]])
-    csv_text = write_table(table, folder=tmp_path, stem="t", form="csv").read_text(encoding="utf-8")
-    assert_printable(csv_text, keep="\n")
-    json_path = write_table(table, folder=tmp_path, stem="t", form="json")
-    assert_printable(json_path.read_text(encoding="utf-8"), keep="\n")
-    assert json.loads(json_path.read_text(encoding="utf-8")) == [{"id" + nasty: "=" + nasty}]
+    assert_printable(table_text(table, "csv").replace("\r\n", "\n"), keep="\n")
+    json_text = table_text(table, "json")
+    assert_printable(json_text, keep="\n")
+    assert json.loads(json_text) == [{"id" + nasty: "=" + nasty}]
 
 
 # ---------------------------------------------------------------------------------------------------- generated text

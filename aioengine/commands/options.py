@@ -170,7 +170,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what others can see")
     add = group.add_argument
     add("--record", metavar="FILE", help="write every step of the engine to FILE, as JSON lines")
-    add("--events", metavar="ADDRESS", help="publish every step at a Unix socket's path or tcp:HOST:PORT, for `aioengine top ADDRESS`")
+    add("--events", metavar="ADDRESS", help="publish every step for `aioengine top`: at a Unix socket's path, tcp:HOST:PORT, or auto")
     add("--events-token", metavar="TOKEN", help="what a viewer over TCP must know (default: AIOENGINE_EVENTS_TOKEN)")
     add("--allow-events-control", action="store_true", help="let viewers pause the engine, abort requests and submit prompts")
     add("--events-text", action="store_true", help="publish and record prompts and outputs, not only their lengths")

@@ -12,15 +12,18 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from aioengine.commands.on_screen import is_screen, run_on_screen
 from aioengine.commands.runtime import interrupts_leave_at_once, run, status
 from aioengine.commands.termination import EXIT_TERMINATED, signals_handled_by
+from aioengine.commands.top_fleet import check_addresses, find_addresses, print_fleet, show_fleet
 from aioengine.errors import AioEngineError
 from aioengine.events.address import socket_folder
 from aioengine.events.sources.base import StepSource
@@ -29,6 +32,7 @@ from aioengine.printable import printable_json
 from aioengine_tui.model.state import DashboardState
 from aioengine_tui.model.state_json import state_to_json
 from aioengine_tui.plain import render_plain
+from aioengine_tui.terminals import as_ascii
 
 if TYPE_CHECKING:
     from aioengine.config import EngineConfig
@@ -41,7 +45,9 @@ _PLAIN_INTERVAL_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class TopSettings:
-    address: str | None  # None: --demo
+    addresses: tuple[str, ...]  # none: the demo's engine, the tour, or those that are found
+    demo: bool
+    tour: bool
     once: bool
     as_json: bool
     web: bool
@@ -49,25 +55,40 @@ class TopSettings:
     port: int
     theme: str
     refresh: float
+    ascii_only: bool
     token: str | None
     demo_config: EngineConfig
 
 
 def top(settings: TopSettings) -> None:
     """Raises SystemExit(143) after a SIGTERM, when the terminal is as it was and the engine of --demo has ended."""
+    check_addresses(settings.addresses)
     with contextlib.ExitStack() as stack:
         stack.enter_context(signals_handled_by(signal.SIGTERM, _terminate))
-        address = settings.address
-        if address is None:
-            address = stack.enter_context(demo_engine(settings.demo_config))
-        # A browser's page runs this command with its standard output connected to the web server.
-        on_screen = sys.stdout.isatty() or "TEXTUAL_DRIVER" in os.environ
+        if settings.tour:
+            _tour(settings)
+            return
+        addresses: Sequence[str] = settings.addresses
+        if settings.demo:
+            addresses = [stack.enter_context(demo_engine(settings.demo_config))]
+        elif not addresses and not settings.web:
+            addresses = find_addresses()
         if settings.web:
-            _serve(address, settings)
-        elif settings.once or settings.as_json or not on_screen:
-            run(_print_until_terminated(address, settings))
+            _serve(addresses, settings)
+        elif settings.once or settings.as_json or not is_screen():
+            printing = _print_states(addresses[0], settings) if len(addresses) == 1 else _print_fleet(addresses, settings)
+            run(_until_terminated(printing))
+        elif len(addresses) == 1:
+            _show(addresses[0], settings)
         else:
-            _show(address, settings)
+            show_fleet(
+                settings.addresses,
+                token=settings.token,
+                theme=settings.theme,
+                refresh=settings.refresh,
+                ascii_only=settings.ascii_only,
+                show_one=lambda address: _show(address, settings),
+            )
 
 
 def _show(address: str, settings: TopSettings) -> None:
@@ -77,23 +98,28 @@ def _show(address: str, settings: TopSettings) -> None:
     # A hundred events a second are thousands of new objects and no cycles: looking for cycles often costs a sixth of it all.
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
-    app = DashboardApp(source, theme=settings.theme, refresh=settings.refresh)
-    asyncio.run(_run_app(app))
-    if app.return_code == EXIT_TERMINATED:
-        raise SystemExit(EXIT_TERMINATED)
+    _run_to_its_end(DashboardApp(source, theme=settings.theme, refresh=settings.refresh, ascii_only=settings.ascii_only))
+
+
+def _tour(settings: TopSettings) -> None:
+    """On a terminal the scenes; elsewhere what is said about them."""
+    from aioengine.commands.tour_recording import record_scene
+    from aioengine.commands.tour_scenes import SCENES
+    from aioengine_tui.tour import TourApp, TourSource, tour_text
+
+    with tempfile.TemporaryDirectory(prefix="aioengine-tour-") as folder:
+        scenes = [record_scene(script, Path(folder)) for script in SCENES]
+        if is_screen():
+            source = TourSource(scenes, make_state=DashboardState)
+            _run_to_its_end(TourApp(source, theme=settings.theme, refresh=settings.refresh, ascii_only=settings.ascii_only))
+        else:
+            print(tour_text(scenes))
+
+
+def _run_to_its_end(app: DashboardApp) -> None:
+    run_on_screen(app)
     if app.return_code:
         raise AioEngineError(app.failure or "the dashboard ended with an error")
-
-
-async def _run_app(app: DashboardApp) -> None:
-    loop = asyncio.get_running_loop()
-
-    def leave(signum: int, frame: FrameType | None) -> None:
-        # By the app's own exit, which gives the terminal back; SystemExit would tear the app down in the middle of something.
-        loop.call_soon_threadsafe(lambda: app.exit(return_code=EXIT_TERMINATED))
-
-    with signals_handled_by(signal.SIGTERM, leave):
-        await app.run_async()
 
 
 def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
@@ -102,9 +128,13 @@ def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
 
 
 # ---------------------------------------------------------------------------------------------------- plain text
-async def _print_until_terminated(address: str, settings: TopSettings) -> None:
+async def _until_terminated(printing: Coroutine[None, None, None]) -> None:
     with signals_handled_by(signal.SIGTERM, _terminate):  # `run` would end the process at once: there is no engine to drain
-        await _print_states(address, settings)
+        await printing
+
+
+async def _print_fleet(addresses: Sequence[str], settings: TopSettings) -> None:
+    await print_fleet(addresses, token=settings.token, once=settings.once, as_json=settings.as_json, ascii_only=settings.ascii_only)
 
 
 async def _print_states(address: str, settings: TopSettings) -> None:
@@ -121,7 +151,7 @@ async def _print_states(address: str, settings: TopSettings) -> None:
             while True:
                 if source.playback is None:
                     state.tick(source.now())
-                _print_state(state, as_json=settings.as_json)
+                _print_state(state, as_json=settings.as_json, ascii_only=settings.ascii_only)
                 if settings.once or source.playback is not None or taking.done():
                     break
                 await asyncio.wait([taking], timeout=_PLAIN_INTERVAL_S)
@@ -145,21 +175,25 @@ async def _wait_for_state(state: DashboardState, taking: asyncio.Task[None]) -> 
         taking.result()
 
 
-def _print_state(state: DashboardState, *, as_json: bool) -> None:
-    print(printable_json(state_to_json(state)) if as_json else render_plain(state, width=100) + "\n", flush=True)
+def _print_state(state: DashboardState, *, as_json: bool, ascii_only: bool) -> None:
+    if as_json:
+        print(printable_json(state_to_json(state)), flush=True)
+        return
+    text = render_plain(state, width=100) + "\n"
+    print(as_ascii(text) if ascii_only else text, flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------- browser
-def _serve(address: str, settings: TopSettings) -> None:
+def _serve(addresses: Sequence[str], settings: TopSettings) -> None:
     """Serve the dashboard as a web page; every page is a viewer of its own."""
     try:
         from aioengine.commands.top_web import LocalServer
     except ImportError as exc:
         raise AioEngineError("--web needs the package textual-serve: pip install 'aioengine[web]'") from exc
-    command = [sys.executable, "-m", "aioengine", "top", address, "--theme", settings.theme, "--refresh", f"{settings.refresh:g}"]
+    command = [sys.executable, "-m", "aioengine", "top", *addresses, "--theme", settings.theme, "--refresh", f"{settings.refresh:g}"]
     if settings.token is not None:
         os.environ["AIOENGINE_EVENTS_TOKEN"] = settings.token  # not on the command line, which other users can read
-    LocalServer(shlex.join(command), host=settings.host, port=settings.port, title="aioengine top").serve()
+    LocalServer(shlex.join(command), host=settings.host, port=settings.port, title=" ".join(["aioengine top", *addresses])).serve()
 
 
 # ---------------------------------------------------------------------------------------------------- demo

@@ -259,8 +259,15 @@ class AsyncEngine:
         processed = await _prepare(parts, prompt, sampling_params, None)
         self._life.running("submit_unattended()")  # it may have stopped meanwhile
         _check_admission(parts, [processed])
-        collector = parts.submitter.submit(processed, request_id=None, arrival_time=arrival_time, final_only=True)
-        return parts.submitter.scheduled_ids(collector.request_id)[0]
+        return parts.submitter.submit_unattended(processed, arrival_time=arrival_time)
+
+    def read_unattended(self, request_id: str) -> tuple[str, bool] | None:
+        """(text so far, whether it has ended) of one of the last 16 requests of `submit_unattended()`; None for other ids.
+
+        request_id: as that returned it.
+        """
+        parts = self._life.parts
+        return None if parts is None else parts.submitter.read_unattended(request_id)
 
     # ------------------------------------------------------------------ pausing
     def pause(self) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import weakref
 from typing import Protocol
 
+from aioengine.engine.inputs.input_processor import Prompt
+from aioengine.engine.outputs.detokenizer import TextTokenizer
 from aioengine.errors import AioEngineError
 from aioengine.events.sources.base import ControlError
 from aioengine.sampling_params import SamplingParams
@@ -21,7 +23,12 @@ class Controllable(Protocol):
 
     def abort_scheduled(self, scheduled_id: str) -> bool: ...
 
-    async def submit_unattended(self, prompt: str, sampling_params: SamplingParams | None = None) -> str: ...
+    async def submit_unattended(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> str: ...
+
+    def read_unattended(self, request_id: str) -> tuple[str, bool] | None: ...
+
+    @property
+    def tokenizer(self) -> TextTokenizer: ...
 
 
 class EngineController:
@@ -64,8 +71,13 @@ class EngineController:
         except AioEngineError as exc:
             raise ControlError(str(exc)) from exc
 
-    async def submit(self, prompt: str, *, max_tokens: int = 64, temperature: float = 0.0) -> str:
+    async def submit(self, prompt: str, *, max_tokens: int = 64, temperature: float = 0.0, chat: bool = False) -> str:
         try:
-            return await self._engine.submit_unattended(prompt, SamplingParams(max_tokens=max_tokens, temperature=temperature))
+            engine = self._engine
+            given: Prompt = [{"role": "user", "content": prompt}] if chat and engine.tokenizer.has_chat_template else prompt
+            return await engine.submit_unattended(given, SamplingParams(max_tokens=max_tokens, temperature=temperature))
         except AioEngineError as exc:
             raise ControlError(str(exc)) from exc
+
+    async def read(self, request_id: str) -> tuple[str, bool] | None:
+        return self._engine.read_unattended(request_id)

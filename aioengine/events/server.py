@@ -14,6 +14,7 @@ from typing import Any
 from aioengine.errors import AioEngineError, ConfigError
 from aioengine.events.address import TcpAddress, UnixAddress, bind, parse_address, remove_socket_file
 from aioengine.events.bus import StepBus
+from aioengine.events.discovery import AUTO, Announcement, announce, auto_address
 from aioengine.events.socket_protocol import (
     MAX_COMMAND_BYTES,
     Command,
@@ -42,7 +43,8 @@ _HELLO_TIMEOUT_S = 5.0
 class EventServer:
     """Listens at an address; created before the engine, so that a bad address fails early, and started with it.
 
-    address: a path for a Unix socket, which its owner alone can use, or "tcp:HOST:PORT", which needs a `token`.
+    address: a path for a Unix socket, which its owner alone can use, or "tcp:HOST:PORT", which needs a `token`; "auto" is a
+    socket in the folder where `aioengine top` looks. Once it is started it can be found there, whatever its address.
     include_text: prompts and outputs travel too, where the events have them.
 
     An event is encoded once for all viewers. Each has a bounded buffer; when it is full, what is in it is dropped and
@@ -51,7 +53,7 @@ class EventServer:
     """
 
     def __init__(self, address: str | Path, *, token: str | None = None, include_text: bool = False) -> None:
-        self.address = parse_address(address)
+        self.address = parse_address(auto_address() if address == AUTO else address)
         if isinstance(self.address, TcpAddress) and not token:
             raise ConfigError(f"publishing at {self.address} needs a token: whoever reaches the port could read along")
         try:
@@ -72,6 +74,7 @@ class EventServer:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._has_failed = False
+        self._announcement: Announcement | None = None
 
     @property
     def num_viewers(self) -> int:
@@ -92,14 +95,15 @@ class EventServer:
             self._server = await asyncio.start_unix_server(self._on_connect, sock=self._socket, limit=MAX_COMMAND_BYTES)
         else:
             self._server = await asyncio.start_server(self._on_connect, sock=self._socket, limit=MAX_COMMAND_BYTES)
+        where = self.address
+        self._announcement = announce(str(where.path.absolute() if isinstance(where, UnixAddress) else where), header)
 
     async def close(self) -> None:
         """End all connections, after one attempt to send what is buffered, and remove the socket file. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        if self._bus is not None:
-            self._bus.remove_observer(self._on_event)
+        self._withdraw()
         if self._server is not None:
             self._server.close()
         else:
@@ -118,8 +122,7 @@ class EventServer:
         if self._closed:
             return
         self._closed = True
-        if self._bus is not None:
-            self._bus.remove_observer(self._on_event)
+        self._withdraw()
         if self._server is not None:
             self._server.close()
         self._socket.close()
@@ -127,6 +130,13 @@ class EventServer:
             viewer.cut()
         if isinstance(self.address, UnixAddress):
             remove_socket_file(self.address.path, self._inode)
+
+    def _withdraw(self) -> None:
+        """Nobody finds it any more, and no event is taken in."""
+        if self._announcement is not None:
+            self._announcement.withdraw()
+        if self._bus is not None:
+            self._bus.remove_observer(self._on_event)
 
     # ------------------------------------------------------------------ events out
     def _on_event(self, event: Event) -> None:
@@ -159,7 +169,7 @@ class EventServer:
     def _add_viewer(self, viewer: _Viewer) -> None:
         # Nothing is awaited in between: the snapshot is the state right before the first event that follows it.
         snapshot = self.snapshot_line()
-        viewer.push(self._header_line + encode_line(Welcome(control=self._control is not None)) + (snapshot or b""))
+        viewer.push(self._header_line + encode_line(Welcome(control=self._control is not None, can_read=True)) + (snapshot or b""))
         if snapshot is None:
             viewer.lose(1)
         if not self._viewers:
@@ -255,7 +265,10 @@ async def run_command(control: EngineControl, command: Command) -> Any:
                 str(arguments.get("prompt", "")),
                 max_tokens=int(arguments.get("max_tokens", 64)),
                 temperature=float(arguments.get("temperature", 0.0)),
+                chat=arguments.get("chat") is True,
             )
+        case "read":
+            return await control.read(str(arguments.get("request_id")))
 
 
 class _Viewer:

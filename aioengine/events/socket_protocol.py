@@ -16,7 +16,7 @@ from aioengine.events.sources.base import Gap
 from aioengine.events.step_event import SCHEMA_VERSION, Event
 from aioengine.events.wire import WireError, WireHeader, decode, decode_header, dumps_anyhow
 
-Action = Literal["pause", "resume", "step", "abort", "submit"]
+Action = Literal["pause", "resume", "step", "abort", "submit", "read"]
 
 MAX_COMMAND_BYTES = 1 << 20
 """A longer line from a viewer ends its connection."""
@@ -27,6 +27,7 @@ class Welcome:
     """What this viewer may do."""
 
     control: bool
+    can_read: bool = False  # it knows the command "read"
 
 
 @dataclass(frozen=True, slots=True)

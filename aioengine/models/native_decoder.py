@@ -82,6 +82,8 @@ class NativeDecoderForCausalLM(CausalLM):
     runs_own_threads = True
 
     def __init__(self, config: DecoderConfig, *, attention_backend: CpuPagedBackend, fast: bool) -> None:
+        from aioengine_kernels.cpu.reused_memory import ReusedMemory
+
         super().__init__()
         self.config = config
         self.num_layers = config.num_layers
@@ -95,6 +97,7 @@ class NativeDecoderForCausalLM(CausalLM):
         self._embedding: PackedMatrix | None = None
         self._head: PackedMatrix | None = None
         self._final_norm = torch.empty(0)
+        self._logits_memory = ReusedMemory()
         self._decoder: tuple[list[torch.Tensor], NativeDecoder] | None = None  # the caches it was made for, and it
 
     @classmethod
@@ -193,7 +196,8 @@ class NativeDecoderForCausalLM(CausalLM):
         assert self._head is not None, "load_weights() comes first"
         # Exact in fast mode too: its rounding goes straight into the choice of the token (on the built-in model half of
         # what greedy output loses), and it is only computed where a token is sampled.
-        return self._kernels.linear(hidden.contiguous(), self._head, fast=False)
+        logits = self._logits_memory.take(hidden.shape[0], self._head.rows)
+        return self._kernels.linear(hidden.contiguous(), self._head, fast=False, out=logits)
 
 
 class _Checkpoint:

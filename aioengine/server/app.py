@@ -11,12 +11,14 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from aioengine.engine.async_engine import AsyncEngine
 from aioengine.server.auth import Gate
 from aioengine.server.chat import ChatCompletions
 from aioengine.server.completions import Completions
 from aioengine.server.errors import Problem, anthropic_error, error_at, error_response
+from aioengine.server.leaving import keep_direct
 from aioengine.server.messages import Messages
 from aioengine.server.messages_protocol import CountTokensRequest, MessagesRequest
 from aioengine.server.models import Models
@@ -54,7 +56,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None, *, t
     """
     settings = settings or ServerSettings()
     service = Service(engine, settings, tracer=tracer)
-    app = Starlette(
+    app = _App(
         routes=routes(service),
         middleware=[Middleware(Gate, settings=settings)],
         exception_handlers={HTTPException: _http_error},
@@ -62,6 +64,12 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None, *, t
     app.router.redirect_slashes = False  # a redirect would be made of the Host header that the client wrote
     app.state.service = service
     return app
+
+
+class _App(Starlette):
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        keep_direct(scope, send)
+        await super().__call__(scope, receive, send)
 
 
 def routes(service: Service) -> list[Route]:

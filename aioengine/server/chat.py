@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from msgspec import UNSET
 from starlette.responses import Response
 
-from aioengine.outputs import CompletionOutput
+from aioengine.outputs import CompletionOutput, RequestOutput
 from aioengine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from aioengine.server.answers import (
     ChatChoice,
@@ -31,7 +31,7 @@ from aioengine.server.messages_in import chat_messages
 from aioengine.server.protocol import ChatCompletionRequest, Tool
 from aioengine.server.sampling import sampling_params
 from aioengine.server.service import Service, new_id
-from aioengine.server.sse import DONE, EventStream, TextEvents, event
+from aioengine.server.sse import DONE, EventStream, OpenAIEvents, TextEvents, event
 from aioengine.server.tool_calls import CallStart, Piece, TextPiece
 from aioengine.server.tools import Function, ToolUse, chat_tool_choice, tool_use
 from aioengine.server.turn import Answer, Turn, TurnRequest, start_turn
@@ -63,8 +63,8 @@ class ChatCompletions:
         )
         created = int(time.time())
         if request.stream:
-            events = self._events(turn, request, completion_id, created)
-            return EventStream(events, send_timeout_s=self._service.settings.send_timeout_s)
+            chunk = partial(ChatChunk, id=completion_id, created=created, model=self._service.model_name)
+            return EventStream(self._service, [turn.started], _Events(turn, request, chunk))
         output, answers = await turn.last()
         return json_response(
             ChatCompletion(
@@ -91,39 +91,60 @@ class ChatCompletions:
             stop_reason=stop_reason(completion),
         )
 
-    async def _events(self, turn: Turn, request: ChatCompletionRequest, completion_id: str, created: int) -> AsyncGenerator[bytes, None]:
+
+class _Events(OpenAIEvents):
+    """What a streamed answer says."""
+
+    def __init__(self, turn: Turn, request: ChatCompletionRequest, chunk: Callable[..., ChatChunk]) -> None:
+        self._turn = turn
+        self._request = request
+        self._chunk = chunk
         options = request.stream_options
-        continuous = bool(options and options.continuous_usage_stats)
-        counts = UsageSoFar()
-        chunk = partial(ChatChunk, id=completion_id, created=created, model=self._service.model_name)
-        counts.add_prompt(turn.started.first)
-        async with turn:
-            roles = [ChunkChoice(index=c.index, delta=Delta(role="assistant", content="")) for c in turn.started.first.outputs]
-            yield event(chunk(choices=roles, usage=counts.usage() if continuous else UNSET))
-            texts = TextEvents(lambda index, text: chunk(choices=[ChunkChoice(index=index, delta=Delta(content=text))]))
-            last_output = None
-            async for output, completion in turn.outputs():
-                if output is not last_output:
-                    counts.add(output)
-                    last_output = output
-                pieces = turn.pieces(completion, completion.text)
-                if len(pieces) == 1 and type(pieces[0]) is TextPiece and not (continuous or request.logprobs or completion.finished):
-                    yield texts.event(completion.index, pieces[0].text)
-                    continue
-                deltas = _deltas(pieces)
-                logprobs = _logprobs(completion, request)
-                used = counts.usage() if continuous else UNSET
-                # The log-probabilities go with the first delta of these tokens, and the reason with the last.
-                if not deltas and (completion.finished or logprobs is not None):
-                    deltas = [Delta()] if completion.finished else [Delta(content="")]
-                for number, delta in enumerate(deltas):
-                    choice = ChunkChoice(index=completion.index, delta=delta, logprobs=logprobs if number == 0 else None)
-                    if completion.finished and number == len(deltas) - 1:
-                        choice.finish_reason, choice.stop_reason = turn.finish_reason(completion), stop_reason(completion)
-                    yield event(chunk(choices=[choice], usage=used))
-            if options and options.include_usage:
-                yield event(chunk(choices=[], usage=counts.usage()))
-            yield DONE
+        self._is_continuous = bool(options and options.continuous_usage_stats)
+        self._is_plain = not self._is_continuous and not request.logprobs
+        self._counts = UsageSoFar()
+        self._texts = TextEvents(lambda index, text: chunk(choices=[ChunkChoice(index=index, delta=Delta(content=text))]))
+
+    def begin(self) -> bytes:
+        first = self._turn.started.first
+        self._counts.add_prompt(first)
+        return self._event([ChunkChoice(index=c.index, delta=Delta(role="assistant", content="")) for c in first.outputs])
+
+    def take(self, index: int, output: RequestOutput) -> bytes:
+        """Raises RequestError for a failed request."""
+        completion = output.outputs[0]
+        if len(output.outputs) == 1 and completion.finish_reason is None and completion.text:
+            self._counts.num_output += len(completion.token_ids)  # as nearly all outputs are
+            return self._of_completion(completion)
+        new = self._turn.new(output)
+        if new:
+            self._counts.add(output)
+        return b"".join(map(self._of_completion, new))
+
+    def _of_completion(self, completion: CompletionOutput) -> bytes:
+        pieces = self._turn.pieces(completion, completion.text)
+        if self._is_plain and len(pieces) == 1 and type(pieces[0]) is TextPiece and not completion.finished:
+            return self._texts.event(completion.index, pieces[0].text)
+        deltas = _deltas(pieces)
+        logprobs = _logprobs(completion, self._request)
+        # The log-probabilities go with the first delta of these tokens, and the reason with the last.
+        if not deltas and (completion.finished or logprobs is not None):
+            deltas = [Delta()] if completion.finished else [Delta(content="")]
+        parts: list[bytes] = []
+        for number, delta in enumerate(deltas):
+            choice = ChunkChoice(index=completion.index, delta=delta, logprobs=logprobs if number == 0 else None)
+            if completion.finished and number == len(deltas) - 1:
+                choice.finish_reason, choice.stop_reason = self._turn.finish_reason(completion), stop_reason(completion)
+            parts.append(self._event([choice]))
+        return b"".join(parts)
+
+    def _event(self, choices: list[ChunkChoice]) -> bytes:
+        return event(self._chunk(choices=choices, usage=self._counts.usage() if self._is_continuous else UNSET))
+
+    def end(self) -> bytes:
+        options = self._request.stream_options
+        used = event(self._chunk(choices=[], usage=self._counts.usage())) if options and options.include_usage else b""
+        return used + DONE
 
 
 def _params(request: ChatCompletionRequest, structured_outputs: StructuredOutputsParams | None, changes: dict[str, Any]) -> SamplingParams:

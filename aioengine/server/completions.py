@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,7 @@ from starlette.responses import Response
 from aioengine.engine.inputs.input_processor import TextPrompt
 from aioengine.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from aioengine.sampling_params import RequestOutputKind, SamplingParams
-from aioengine.server.answers import Completion, CompletionChoice
+from aioengine.server.answers import Completion, CompletionChoice, Usage
 from aioengine.server.choices import (
     UsageSoFar,
     check_error,
@@ -28,13 +27,13 @@ from aioengine.server.choices import (
 from aioengine.server.errors import RequestError, json_response
 from aioengine.server.protocol import CompletionRequest
 from aioengine.server.sampling import sampling_params
-from aioengine.server.service import Service, Started, new_id
-from aioengine.server.sse import DONE, EventStream, TextEvents, event
+from aioengine.server.service import Service, new_id
+from aioengine.server.sse import DONE, EventStream, OpenAIEvents, TextEvents, event
+from aioengine.server.started import Started
 
 DEFAULT_MAX_TOKENS = 16
 MAX_NUM_PROMPTS = 1024
 MAX_NUM_CHOICES = 1 << 14
-_QUEUE_SIZE = 64
 
 
 class Completions:
@@ -63,10 +62,8 @@ class Completions:
         )
         created = int(time.time())
         if request.stream:
-            events = self._events(
-                started, request, n, partial(Completion, id=completion_id, created=created, model=self._service.model_name)
-            )
-            return EventStream(events, send_timeout_s=self._service.settings.send_timeout_s)
+            chunk = partial(Completion, id=completion_id, created=created, model=self._service.model_name)
+            return EventStream(self._service, started, _Events(self._service, request, n, chunk))
         outputs = await _last_of_all(started)
         choices = [
             _Text(self._service, request, output).choice(completion, index * n + completion.index)
@@ -84,36 +81,60 @@ class Completions:
             )
         )
 
-    async def _events(
-        self, started: Sequence[Started], request: CompletionRequest, n: int, chunk: Callable[..., Completion]
-    ) -> AsyncGenerator[bytes, None]:
+
+class _Events(OpenAIEvents):
+    """What a streamed answer says."""
+
+    def __init__(self, service: Service, request: CompletionRequest, n: int, chunk: Callable[..., Completion]) -> None:
+        self._service = service
+        self._request = request
+        self._n = n
+        self._chunk = chunk
         options = request.stream_options
-        continuous = bool(options and options.continuous_usage_stats)
-        counts = UsageSoFar()
-        ended: set[int] = set()
-        texts: dict[int, _Text] = {}
-        plain = TextEvents(lambda index, text: chunk(choices=[CompletionChoice(index=index, text=text)]))
-        async with aclosing(_merged(started)) as merged:
-            async for index, output in merged:
-                check_error(output)
-                counts.add(output)
-                if request.max_tokens == 0:
-                    counts.num_output = 0
-                for completion in output.outputs:
-                    number = index * n + completion.index
-                    if number in ended or not (completion.text or completion.token_ids or completion.finished):
-                        continue
-                    if completion.finished:
-                        ended.add(number)
-                    if number in texts and completion.text and not (continuous or completion.finished or request.logprobs is not None):
-                        yield plain.event(number, completion.text)
-                        continue
-                    text = texts.setdefault(number, _Text(self._service, request, output))
-                    choice = text.choice(completion, number)
-                    yield event(chunk(choices=[choice], usage=counts.usage() if continuous else UNSET))
-        if options and options.include_usage:
-            yield event(chunk(choices=[], usage=counts.usage()))
-        yield DONE
+        self._is_continuous = bool(options and options.continuous_usage_stats)
+        self._is_plain = not self._is_continuous and request.logprobs is None
+        self._counts = UsageSoFar()
+        self._ended: set[int] = set()
+        self._texts: dict[int, _Text] = {}
+        self._plain = TextEvents(lambda index, text: chunk(choices=[CompletionChoice(index=index, text=text)]))
+
+    def take(self, index: int, output: RequestOutput) -> bytes:
+        """Raises RequestError for a failed request."""
+        completion = output.outputs[0]
+        if self._is_plain and completion.finish_reason is None and completion.text and self._n == 1 and index in self._texts:
+            self._counts.num_output += len(completion.token_ids)  # as nearly all outputs are
+            return self._plain.event(index, completion.text)
+        check_error(output)
+        self._counts.add(output)
+        parts: list[bytes] = []
+        for completion in output.outputs:
+            number = index * self._n + completion.index
+            if number in self._ended or not (completion.text or completion.token_ids or completion.finished):
+                continue
+            if completion.finished:
+                self._ended.add(number)
+            if self._is_plain and completion.text and number in self._texts and not completion.finished:
+                parts.append(self._plain.event(number, completion.text))
+            else:
+                parts.append(self._full_event(number, completion, output))
+        return b"".join(parts)
+
+    def _full_event(self, number: int, completion: CompletionOutput, output: RequestOutput) -> bytes:
+        text = self._texts.get(number)
+        if text is None:
+            text = self._texts[number] = _Text(self._service, self._request, output)
+        choice = text.choice(completion, number)
+        return event(self._chunk(choices=[choice], usage=self._usage() if self._is_continuous else UNSET))
+
+    def _usage(self) -> Usage:
+        if self._request.max_tokens == 0:
+            self._counts.num_output = 0
+        return self._counts.usage()
+
+    def end(self) -> bytes:
+        options = self._request.stream_options
+        used = event(self._chunk(choices=[], usage=self._usage())) if options and options.include_usage else b""
+        return used + DONE
 
 
 class _Text:
@@ -193,31 +214,3 @@ async def _last_of_all(started: Sequence[Started]) -> list[RequestOutput]:
     finally:
         for one in started:
             await one.close()
-
-
-async def _merged(started: Sequence[Started]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """The outputs of several streams as they come. The queue is short: a slow reader holds the streams, which merge what comes."""
-    if len(started) == 1:
-        async for output in started[0].outputs():
-            yield 0, output
-        return
-    queue: asyncio.Queue[tuple[int, RequestOutput | None]] = asyncio.Queue(_QUEUE_SIZE)
-
-    async def pump(index: int, one: Started) -> None:
-        async for output in one.outputs():
-            await queue.put((index, output))
-        await queue.put((index, None))
-
-    async with asyncio.TaskGroup() as tasks:
-        pumps = [tasks.create_task(pump(index, one)) for index, one in enumerate(started)]
-        try:
-            num_live = len(pumps)
-            while num_live:
-                index, item = await queue.get()
-                if item is None:
-                    num_live -= 1
-                else:
-                    yield index, item
-        finally:
-            for task in pumps:
-                task.cancel()

@@ -5,12 +5,15 @@ be, and how long a client may neither send what it announced nor take what it as
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from aioengine.errors import ConfigError
+from aioengine.server.leaving import offer_direct
 
 MAX_HEAD_BYTES = 64 << 10
 MAX_HEADERS = 100
@@ -78,6 +81,33 @@ class Connections:
         self._busy.pop(connection, None)
 
 
+class DirectConnection:
+    """What the connection of one request can do for an app without a task of its own; see `leaving.Direct`."""
+
+    __slots__ = ("_cycle", "_flow", "_transport", "on_lost")
+
+    def __init__(self, cycle: RequestResponseCycle, flow: FlowControl, transport: asyncio.Transport) -> None:
+        self._cycle = cycle
+        self._flow = flow
+        self._transport = transport
+        self.on_lost: Callable[[], None] | None = None
+
+    @property
+    def is_lost(self) -> bool:
+        return self._cycle.disconnected
+
+    @property
+    def send(self) -> object:
+        return self._cycle.send
+
+    def write(self, part: bytes) -> bool:
+        cycle = self._cycle
+        if self._flow.write_paused or cycle.disconnected or not cycle.chunked_encoding or cycle.response_complete:
+            return False
+        self._transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+        return True
+
+
 class BoundedProtocol(HttpToolsProtocol):
     """HTTP/1 with the bounds of `ConnectionLimits`.
 
@@ -99,6 +129,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_fields = 0
         self._body_bytes = 0
         self._other_bytes = 0  # came in whole blocks, and were no body
+        self._direct: DirectConnection | None = None  # of the request at hand
 
     # ------------------------------------------------------------------ the connection
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -115,6 +146,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._cancel_stall()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
+        if self._direct is not None and self._direct.on_lost is not None:
+            self._direct.on_lost()
 
     def give_up(self) -> None:
         """Close at once, whatever has not been sent or read."""
@@ -164,7 +197,10 @@ class BoundedProtocol(HttpToolsProtocol):
             self.send_400_response("HTTP/1.0 and HTTP/1.1 are spoken here.")
             return
         self._book.note(self, busy=True)
-        super().on_headers_complete()
+        super().on_headers_complete()  # the app runs in a task, which has not begun yet
+        self._direct = DirectConnection(self.cycle, self.flow, self.transport)
+        scope: Any = self.scope
+        offer_direct(scope, self._direct)
 
     def on_body(self, body: bytes) -> None:
         if not self._is_deaf:

@@ -147,11 +147,11 @@ class _ScriptedStream(OutputStream):
         self._cut = cut
         self._num_tokens = 0
 
-    def _take(self, collector: OutputCollector) -> RequestOutput:
+    def _take_now(self, collector: OutputCollector) -> RequestOutput:
         most = self._cut.after_tokens
         if most is not None and self._num_tokens >= most:
             raise ConnectionAbortedError(f"the script drops the connection after {most} tokens")
-        output = super()._take(collector)
+        output = super()._take_now(collector)
         self._num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
         return output
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from types import TracebackType
+from typing import Self
 
 from starlette.requests import ClientDisconnect, Request
 
 from aioengine.server.errors import RequestError
+from aioengine.server.interruption import Interruption
 
 MAX_NUM_CONTAINERS = 1 << 18
 MAX_NUM_ITEMS = 1 << 14
@@ -73,21 +76,29 @@ def _too_large(max_bytes: int) -> RequestError:
     return RequestError(413, f"the body is larger than {max_bytes} bytes")
 
 
-class SendWatch:
-    """Cancels the running task when one `send` has taken longer than `timeout_s`: its reader takes nothing.
+class SendWatch(Interruption):
+    """A context that raises TimeoutError when one `send` has taken longer than `timeout_s`: its reader takes nothing.
 
     One timer a stream, not one a send: a timeout around every event would cost more than the event.
     """
 
-    __slots__ = ("_loop", "_since", "_task", "_timeout_s", "_timer", "expired")
+    __slots__ = ("_loop", "_since", "_timer", "timeout_s")
 
     def __init__(self, timeout_s: float) -> None:
+        super().__init__(TimeoutError)
+        self.timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
-        self._task = asyncio.current_task()
-        self._timeout_s = timeout_s
         self._since: float | None = None  # when the send that is under way began
-        self.expired = False
-        self._timer = self._loop.call_later(timeout_s, self._look)
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> Self:
+        self._timer = self._loop.call_later(self.timeout_s, self._look)
+        return super().__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        super().__exit__(kind, exc, traceback)
 
     def begin(self) -> None:
         self._since = self._loop.time()
@@ -95,16 +106,12 @@ class SendWatch:
     def end(self) -> None:
         self._since = None
 
-    def close(self) -> None:
-        self._timer.cancel()
-
     def _look(self) -> None:
         waited = 0.0 if self._since is None else self._loop.time() - self._since
-        if waited >= self._timeout_s and self._task is not None:
-            self.expired = True
-            self._task.cancel()
-            return
-        self._timer = self._loop.call_later(self._timeout_s - waited, self._look)
+        if waited >= self.timeout_s:
+            self.interrupt()
+        else:
+            self._timer = self._loop.call_later(self.timeout_s - waited, self._look)
 
 
 __all__ = ["BodyBudget", "ClientDisconnect", "SendWatch", "check_num_items", "check_num_values", "read_body"]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
 from starlette.responses import Response
 
 from aioengine.engine.inputs.input_processor import encode
-from aioengine.outputs import CompletionOutput
+from aioengine.outputs import CompletionOutput, RequestOutput
 from aioengine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from aioengine.server.choices import UsageSoFar
 from aioengine.server.errors import RequestError, anthropic_error_object, json_response, problem_of
@@ -28,7 +28,7 @@ from aioengine.server.messages_protocol import (
     ToolUseBlock,
 )
 from aioengine.server.service import Service, new_id, off_loop
-from aioengine.server.sse import EventStream, event
+from aioengine.server.sse import EventStream, TextEvents, event
 from aioengine.server.tool_calls import CallStart, Piece, TextPiece
 from aioengine.server.tools import Function, Mode, ToolUse, tool_use
 from aioengine.server.turn import Answer, Call, Turn, TurnRequest, start_turn
@@ -67,7 +67,7 @@ class Messages:
             request_id=message_id,
         )
         if request.stream:
-            return EventStream(self._events(turn, message_id), send_timeout_s=self._service.settings.send_timeout_s, describe=_error_event)
+            return EventStream(self._service, [turn.started], _Events(turn, message_id, self._service.model_name))
         output, answers = await turn.last()
         completion = output.outputs[0]
         counts = UsageSoFar()
@@ -84,29 +84,47 @@ class Messages:
             )
         )
 
-    async def _events(self, turn: Turn, message_id: str) -> AsyncGenerator[bytes, None]:
-        counts = UsageSoFar()
-        counts.add_prompt(turn.started.first)
-        async with turn:
-            message = MessageAnswer(
-                id=message_id, model=self._service.model_name, content=[], stop_reason=None, stop_sequence=None, usage=_usage(counts)
-            )
-            yield _named({"type": "message_start", "message": message})
-            yield _named({"type": "ping"})
-            blocks = _OpenBlock()
-            last: CompletionOutput | None = None
-            async for output, completion in turn.outputs():
-                counts.add(output)
-                last = completion
-                for piece in turn.pieces(completion, completion.text):
-                    for part in blocks.take(piece):
-                        yield part
-            assert last is not None
-            for part in blocks.end():
-                yield part
-            reason, sequence = _stop(turn, last)
-            yield _named({"type": "message_delta", "delta": {"stop_reason": reason, "stop_sequence": sequence}, "usage": _usage(counts)})
-            yield _named({"type": "message_stop"})
+
+class _Events:
+    """What a streamed answer says."""
+
+    def __init__(self, turn: Turn, message_id: str, model_name: str) -> None:
+        self._turn = turn
+        self._message_id = message_id
+        self._model_name = model_name
+        self._counts = UsageSoFar()
+        self._blocks = _OpenBlock()
+        self._last: CompletionOutput | None = None
+
+    def begin(self) -> bytes:
+        self._counts.add_prompt(self._turn.started.first)
+        message = MessageAnswer(
+            id=self._message_id, model=self._model_name, content=[], stop_reason=None, stop_sequence=None, usage=_usage(self._counts)
+        )
+        return _named({"type": "message_start", "message": message}) + _named({"type": "ping"})
+
+    def take(self, index: int, output: RequestOutput) -> bytes:
+        """Raises RequestError for a failed request."""
+        parts: list[bytes] = []
+        for completion in self._turn.new(output):
+            self._counts.add(output)
+            self._last = completion
+            for piece in self._turn.pieces(completion, completion.text):
+                parts += self._blocks.take(piece)
+        return b"".join(parts)
+
+    def end(self) -> bytes:
+        assert self._last is not None
+        reason, sequence = _stop(self._turn, self._last)
+        delta = {"stop_reason": reason, "stop_sequence": sequence}
+        message = _named({"type": "message_delta", "delta": delta, "usage": _usage(self._counts)})
+        return b"".join((*self._blocks.end(), message, _named({"type": "message_stop"})))
+
+    def fail(self, exc: Exception) -> bytes:
+        return event(anthropic_error_object(problem_of(exc)), name="error")
+
+    def close(self) -> None:
+        """There is nothing to clear up."""
 
 
 class _OpenBlock:
@@ -115,13 +133,15 @@ class _OpenBlock:
     def __init__(self) -> None:
         self._index = -1
         self._kind: str | None = None
+        self._texts = TextEvents(_text_delta, name="content_block_delta")
 
     def take(self, piece: Piece) -> Iterator[bytes]:
         if isinstance(piece, TextPiece):
             if self._kind != "text":
                 yield from self._begin("text", {"type": "text", "text": ""})
-            delta = {"type": "text_delta", "text": piece.text}
-        elif isinstance(piece, CallStart):
+            yield self._texts.event(self._index, piece.text)
+            return
+        if isinstance(piece, CallStart):
             yield from self._begin("tool_use", {"type": "tool_use", "id": _call_id(piece.id), "name": piece.name, "input": {}})
             return
         else:
@@ -140,12 +160,12 @@ class _OpenBlock:
         self._kind = None
 
 
+def _text_delta(index: int, text: str) -> dict[str, Any]:
+    return {"type": "content_block_delta", "index": index, "delta": {"type": "text_delta", "text": text}}
+
+
 def _named(value: dict[str, Any]) -> bytes:
     return event(value, name=value["type"])
-
-
-def _error_event(exc: BaseException) -> bytes:
-    return event(anthropic_error_object(problem_of(exc)), name="error")
 
 
 def _call_id(call_id: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
 from functools import partial
 from typing import Any
 
@@ -12,11 +11,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from aioengine.errors import AioEngineError
+from aioengine.outputs import RequestOutput
 from aioengine.printable import get_logger
 from aioengine.server.errors import RequestError, error_response, json_response, problem_of
 from aioengine.server.messages_in import Message, tool_call
 from aioengine.server.response_events import ResponseEvents
-from aioengine.server.response_store import StoredResponse
+from aioengine.server.response_store import ResponseStore, StoredResponse
 from aioengine.server.responses_in import input_items, messages_of, params_of, tools_of, with_instructions
 from aioengine.server.responses_protocol import (
     DeletedResponse,
@@ -54,11 +54,10 @@ class Responses:
             return self._in_background(stored, start)
         turn = await start()
         response.status = "in_progress"
-        events = self._events(turn, stored)
+        making = _Making(turn, stored, self._store)
         if request.stream:
-            return EventStream(events, send_timeout_s=self._service.settings.send_timeout_s)
-        async for _ in events:
-            pass
+            return EventStream(self._service, [turn.started], making)
+        await making.run()
         if response.error is not None:
             raise RequestError(500, response.error.message, kind="server_error")
         return json_response(response)
@@ -83,33 +82,7 @@ class Responses:
             raise RequestError(400, f"the response {stored.answer.id} is not complete yet", param="previous_response_id")
         return stored.messages
 
-    # ------------------------------------------------------------------ making one
-    async def _events(self, turn: Turn, stored: StoredResponse) -> AsyncGenerator[bytes, None]:
-        """The events of a stream; the stored answer is complete with the last of them."""
-        response = stored.answer
-        making = ResponseEvents(response)
-        if response.store:
-            self._store.put(stored)
-        try:
-            for part in making.begin():
-                yield part
-            try:
-                async with turn:
-                    async for output, completion in turn.outputs():
-                        for part in making.take(output, completion, turn.pieces(completion, completion.text)):
-                            yield part
-            except (AioEngineError, RequestError) as exc:
-                response.error = ResponseError(code="server_error", message=problem_of(exc).message)
-            for part in making.end():
-                yield part
-        finally:
-            if response.status in ("queued", "in_progress"):
-                response.status = "cancelled"  # whoever asked for it left, or somebody cancelled it
-            if response.store:
-                stored.messages = [*stored.messages, *_said(response)]
-                if self._store.get(response.id) is stored:
-                    self._store.put(stored)
-
+    # ------------------------------------------------------------------ in the background
     def _in_background(self, stored: StoredResponse, start: Any) -> Response:
         """Raises RequestError."""
         response = stored.answer
@@ -125,8 +98,7 @@ class Responses:
         try:
             turn = await start()
             response.status = "in_progress"
-            async for _ in self._events(turn, stored):
-                pass
+            await _Making(turn, stored, self._store).run()
         except (AioEngineError, RequestError) as exc:
             response.status = "failed"
             response.error = ResponseError(code="invalid_prompt", message=problem_of(exc).message)
@@ -179,6 +151,57 @@ class Responses:
             return error_response(missing.problem)
         answer: Response = respond(stored)
         return answer
+
+
+class _Making:
+    """Makes an answer, which is complete at its end; what it says of that is streamed, or nobody reads it."""
+
+    def __init__(self, turn: Turn, stored: StoredResponse, store: ResponseStore) -> None:
+        self._turn = turn
+        self._stored = stored
+        self._store = store
+        self._answer = stored.answer
+        self._events = ResponseEvents(stored.answer)
+
+    async def run(self) -> None:
+        try:
+            self.begin()
+            async for output in self._turn.started.outputs():
+                self.take(0, output)
+            self.end()
+        except (AioEngineError, RequestError) as exc:
+            self.fail(exc)
+        finally:
+            self.close()
+            await self._turn.started.close()
+
+    def begin(self) -> bytes:
+        if self._answer.store:
+            self._store.put(self._stored)
+        return b"".join(self._events.begin())
+
+    def take(self, index: int, output: RequestOutput) -> bytes:
+        """Raises RequestError for a failed request."""
+        parts: list[bytes] = []
+        for completion in self._turn.new(output):
+            parts += self._events.take(output, completion, self._turn.pieces(completion, completion.text))
+        return b"".join(parts)
+
+    def end(self) -> bytes:
+        return b"".join(self._events.end())
+
+    def fail(self, exc: Exception) -> bytes:
+        self._answer.error = ResponseError(code="server_error", message=problem_of(exc).message)
+        return self.end()
+
+    def close(self) -> None:
+        answer, stored = self._answer, self._stored
+        if answer.status in ("queued", "in_progress"):
+            answer.status = "cancelled"  # whoever asked for it left, or somebody cancelled it
+        if answer.store:
+            stored.messages = [*stored.messages, *_said(answer)]
+            if self._store.get(answer.id) is stored:
+                self._store.put(stored)
 
 
 def _new_answer(request: ResponsesRequest, model_name: str) -> ResponseAnswer:

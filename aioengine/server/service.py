@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -16,20 +16,22 @@ from starlette.responses import Response
 from aioengine.engine.async_engine import AsyncEngine
 from aioengine.engine.inputs.input_processor import Prompt
 from aioengine.engine.outputs.detokenizer import TextTokenizer
-from aioengine.engine.outputs.output_stream import OutputStream
 from aioengine.errors import AioEngineError, EngineDeadError
-from aioengine.outputs import RequestOutput
 from aioengine.printable import get_logger
 from aioengine.sampling_params import SamplingParams
+from aioengine.server.delivery import Deliveries
 from aioengine.server.errors import Problem, RequestError, error_response, problem_of
+from aioengine.server.leaving import UntilClientLeaves
 from aioengine.server.limits import BodyBudget, check_num_items, check_num_values, read_body
 from aioengine.server.metrics import EngineMetrics
 from aioengine.server.prompts import ChatPrompts
 from aioengine.server.protocol import EngineRequest
 from aioengine.server.response_store import ResponseStore
 from aioengine.server.settings import ServerSettings
+from aioengine.server.started import Started
 from aioengine.server.timing import Determinism, timing_headers
 from aioengine.server.tracing import RequestTracer
+from aioengine.server.turnstile import Turnstile
 
 logger = get_logger(__name__)
 
@@ -38,42 +40,6 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 _MAX_INLINE_CHARS = 4096  # tokenising that many takes about a millisecond
 _CLIENT_LEFT = 499  # as nginx says it; nobody is there to read it
-
-
-class Started:
-    """A generation whose first output is there: it was not refused. latest: the last one that was taken.
-
-    on_end: called with that one when nothing follows, or nobody reads on.
-    """
-
-    __slots__ = ("_on_end", "first", "latest", "stream")
-
-    def __init__(self, first: RequestOutput, stream: OutputStream, *, on_end: Callable[[Started], None] | None = None) -> None:
-        self.first = self.latest = first
-        self.stream = stream
-        self._on_end = on_end
-
-    async def outputs(self) -> AsyncIterator[RequestOutput]:
-        """The first output and those after it. Leaving early aborts the request."""
-        try:
-            yield self.first
-            if not self.first.finished:
-                async for output in self.stream:
-                    self.latest = output
-                    yield output
-        finally:
-            await self.close()
-
-    async def last(self) -> RequestOutput:
-        async for _ in self.outputs():
-            pass
-        return self.latest
-
-    async def close(self) -> None:
-        await self.stream.aclose()
-        on_end, self._on_end = self._on_end, None
-        if on_end is not None:
-            on_end(self)
 
 
 class _Answering:
@@ -98,6 +64,8 @@ class Service:
         self.settings = settings
         self.start_time = int(time.time())
         self.bodies = BodyBudget(settings.max_total_body_bytes)
+        self.deliveries = Deliveries()
+        self.turnstile = Turnstile()
         self.num_open = 0  # requests that are being answered, for /load
         self.determinism = Determinism(engine)
         self._metrics: EngineMetrics | None = None
@@ -148,6 +116,7 @@ class Service:
         """The body as a `kind`. Raises RequestError for what it cannot be."""
         settings = self.settings
         body = await read_body(request, max_bytes=settings.max_body_bytes, timeout_s=settings.read_timeout_s, budget=self.bodies)
+        await self.turnstile.enter()
         check_num_values(body)
         try:
             body.decode()  # fields that are ignored are not looked at below
@@ -222,7 +191,9 @@ class Service:
                 self.started_metrics()
                 self.determinism.start()
                 body = await self.read(request, kind)
-                response = await _unless_client_leaves(request, answer(body))
+                with UntilClientLeaves(request.scope, request.receive):
+                    response = await answer(body)
+                    await self.turnstile.enter()  # many first tokens come with one step
                 if here.started:
                     response.headers.update({**timing_headers([one.latest for one in here.started]), **self.determinism.headers()})
                 return response
@@ -247,24 +218,3 @@ async def off_loop(num_chars: int, work: Callable[[], T]) -> T:
 
 def new_id(prefix: str) -> str:
     return f"{prefix}-{secrets.token_hex(16)}"
-
-
-async def _unless_client_leaves(request: Request, answer: Coroutine[Any, Any, T]) -> T:
-    """Await `answer`; cancel it, and raise ClientDisconnect, if the client closes its connection first. The body has been read."""
-    task = asyncio.create_task(answer)
-    watch = asyncio.create_task(_until_disconnect(request))
-    try:
-        await asyncio.wait([task, watch], return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
-    finally:
-        watch.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.wait([task])
-
-
-async def _until_disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 from aioengine.outputs import CompletionOutput, RequestOutput
 from aioengine.sampling_params import SamplingParams, StructuredOutputsParams
@@ -12,7 +12,8 @@ from aioengine.server.answers import FinishReason
 from aioengine.server.choices import check_error, finish_reason
 from aioengine.server.messages_in import Message
 from aioengine.server.protocol import EngineRequest
-from aioengine.server.service import Service, Started
+from aioengine.server.service import Service
+from aioengine.server.started import Started
 from aioengine.server.tool_calls import AnswerParser, CallStart, Piece, TextPiece
 from aioengine.server.tool_formats import HERMES
 from aioengine.server.tools import ToolUse
@@ -59,20 +60,12 @@ class Answer:
 
 
 class Turn:
-    """A generation that has started, and what turns its texts into pieces of answers.
-
-    Leaving its context aborts it, if it has not ended.
-    """
+    """A generation that has started, and what turns its texts into pieces of answers."""
 
     def __init__(self, started: Started, make_parser: Callable[[], AnswerParser]) -> None:
         self.started = started
         self._parsers = [make_parser() for _ in started.first.outputs]
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self.started.close()
+        self._ended: set[int] = set()
 
     def pieces(self, completion: CompletionOutput, text: str) -> list[Piece]:
         """What the next text of this continuation is."""
@@ -84,17 +77,17 @@ class Turn:
         reason = finish_reason(completion)
         return "tool_calls" if reason == "stop" and self._parsers[completion.index].num_calls else reason
 
-    async def outputs(self) -> AsyncIterator[tuple[RequestOutput, CompletionOutput]]:
-        """Of a stream of differences: each continuation's output that says something new. Raises RequestError for a failed request."""
-        ended: set[int] = set()
-        async for output in self.started.outputs():
-            check_error(output)
-            for completion in output.outputs:
-                if completion.index in ended or not (completion.text or completion.token_ids or completion.finished):
-                    continue
-                if completion.finished:
-                    ended.add(completion.index)
-                yield output, completion
+    def new(self, output: RequestOutput) -> list[CompletionOutput]:
+        """Of a stream of differences: the continuations that say something new. Raises RequestError for a failed request."""
+        check_error(output)
+        found: list[CompletionOutput] = []
+        for completion in output.outputs:
+            if completion.index in self._ended or not (completion.text or completion.token_ids or completion.finished):
+                continue
+            if completion.finished:
+                self._ended.add(completion.index)
+            found.append(completion)
+        return found
 
     async def last(self) -> tuple[RequestOutput, list[Answer]]:
         """Of a stream that gives the final output only. Raises RequestError for a failed request."""

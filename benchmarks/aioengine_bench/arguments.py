@@ -26,6 +26,7 @@ from aioengine_bench.flags import (
 from aioengine_bench.options import add_options, given, refuse_unused
 from aioengine_bench.settings import (
     CompareSettings,
+    DiffSettings,
     KernelSettings,
     LatencySettings,
     OverheadSettings,
@@ -56,17 +57,8 @@ examples:
 def add_subcommands(parser: Any, host: Host) -> None:
     """Give `parser` (of `aioengine bench`) its subcommands; each sets `handler(args, start_time)`."""
     commands = parser.add_subparsers(title="commands", dest="bench_command", metavar="COMMAND", required=True, prog="aioengine bench")
-    for add in (
-        _add_throughput,
-        _add_latency,
-        _add_serve,
-        _add_sweep,
-        _add_overhead,
-        _add_simulate,
-        _add_kernels,
-        _add_compare,
-        _add_report,
-    ):
+    measure = (_add_throughput, _add_latency, _add_serve, _add_sweep, _add_overhead, _add_kernels, _add_compare)
+    for add in (*measure, _add_simulate, _add_diff, _add_report):
         add(commands, host)
 
 
@@ -186,7 +178,7 @@ def serve_settings(args: argparse.Namespace, host: Host) -> ServeSettings:
 
 
 def save_options(args: argparse.Namespace) -> SaveOptions:
-    """Raises ConfigError."""
+    """`SaveOptions` of the command line. Raises ConfigError."""
     return SaveOptions(**given(args, SaveOptions))
 
 
@@ -288,6 +280,7 @@ def _add_kernels(commands: Any, host: Host) -> None:
         """\
   aioengine bench kernels
   aioengine bench kernels --op rms_norm --op silu_mul --num-tokens 1,32,512
+  aioengine bench kernels --roofline                   GOPS and GB/s of the native products, and their share of the peak
   aioengine bench kernels --compile-report             registers and spills of the Triton kernels; needs no GPU
 """,
     )
@@ -299,7 +292,9 @@ def _add_kernels(commands: Any, host: Host) -> None:
         from aioengine_bench.kernels import kernels
 
         if args.compile_report:
-            refuse_unused(args, ("op", "num_tokens", "min_time", "device", "threads"), "has no effect on --compile-report")
+            refuse_unused(args, ("op", "num_tokens", "min_time", "device", "threads", "roofline"), "has no effect on --compile-report")
+        elif args.roofline:
+            refuse_unused(args, ("op", "device", "target"), "has no effect on --roofline")
         else:
             refuse_unused(args, ("target",), "needs --compile-report")
         kernels(KernelSettings(**given(args, KernelSettings), save=save_options(args)))
@@ -353,6 +348,30 @@ def _add_report(commands: Any, host: Host) -> None:
         from aioengine_bench.report import report
 
         report(ReportSettings(**given(args, ReportSettings), inputs=_files(args.files)))
+
+    parser.set_defaults(handler=handle)
+
+
+def _add_diff(commands: Any, host: Host) -> None:
+    parser: argparse.ArgumentParser = _command(
+        commands,
+        "diff",
+        "two result files beside each other, with an exit status for regressions",
+        """\
+  aioengine bench diff before.json after.json
+  aioengine bench diff before.json after.json --fail-if 'output_throughput<-5%' --fail-if 'p99_ttft_ms>+20'
+""",
+    )
+    parser.usage = "aioengine bench diff [options] BEFORE AFTER"
+    parser.add_argument("before", metavar="BEFORE", help="a result of --save-result")
+    parser.add_argument("after", metavar="AFTER", help="another one, of the same work")
+    add_options(parser, DiffSettings)
+    host.add_log_option(parser)
+
+    def handle(args: argparse.Namespace, start_time: float) -> None:
+        from aioengine_bench.diff import diff
+
+        diff(DiffSettings(**given(args, DiffSettings), before=args.before, after=args.after))
 
     parser.set_defaults(handler=handle)
 

@@ -29,7 +29,7 @@ from aioengine_bench.specs import (
 
 
 def add_save_options(parser: argparse.ArgumentParser, *, detailed: bool = True) -> None:
-    """detailed: there are details to save."""
+    """The options that save a result. detailed: also the one that saves details of each request."""
     add_options(parser, SaveOptions, group=RESULT, leave_out=() if detailed else ("detailed",))
     add_options(parser, ServeSettings, group=RESULT)  # the bar: the same for all
 

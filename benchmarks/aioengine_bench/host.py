@@ -1,4 +1,4 @@
-"""What the benchmarks take from whoever starts them: options of an engine, an event loop, an engine that runs.
+"""What the benchmarks take from the command that starts them: options of an engine, an event loop, an engine that runs.
 
 The command line hands this in. So the package imports nothing above it, and a test hands in an engine without a model.
 """

@@ -11,9 +11,9 @@ import json
 import os
 import ssl
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, SupportsIndex
 from urllib.parse import urlsplit
 
 from aioengine.engine.outputs.detokenizer import TextTokenizer
@@ -32,10 +32,20 @@ class _Head:
     headers: dict[str, str] = field(default_factory=dict)
 
 
+class _StampedReader(asyncio.StreamReader):
+    """Knows when the latest bytes came: whoever reads them may have to wait for its turn behind hundreds of others."""
+
+    fed_time = 0.0
+
+    def feed_data(self, data: Iterable[SupportsIndex]) -> None:
+        self.fed_time = time.perf_counter()
+        super().feed_data(data)
+
+
 class _Connection:
     """One connection, for one request at a time."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, reader: _StampedReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
         self.writer = writer
         self.may_be_used_again = True
@@ -53,7 +63,7 @@ class _Connection:
         return head
 
     async def parts(self, head: _Head) -> AsyncIterator[bytes]:
-        """The body as it comes."""
+        """The pieces of the body, as they come."""
         if head.headers.get("transfer-encoding", "").lower() == "chunked":
             while size := int((await self.reader.readline()).split(b";")[0] or b"0", 16):
                 data = await self.reader.readexactly(size + 2)
@@ -96,7 +106,7 @@ class HttpClient:
                 head = await asyncio.wait_for(connection.send(data), self._remote.timeout_s)
                 if head.status != 200:
                     raise RequestFailed(f"HTTP {head.status}: {_error_text(b''.join([part async for part in connection.parts(head)]))}")
-                async for chunk in _chunks(connection.parts(head), request):
+                async for chunk in _chunks(connection, head, request):
                     yield chunk
             except (asyncio.IncompleteReadError, ConnectionError) as exc:
                 raise RequestFailed(f"the connection broke off: {exc or type(exc).__name__}") from None
@@ -150,12 +160,16 @@ class HttpClient:
 
 
 async def open_connection(remote: RemoteSpec) -> _Connection:
-    """Raises OSError."""
+    """Connect to the server. Raises OSError."""
     parts = urlsplit(remote.base_url)
     secure = parts.scheme == "https"
     context = ssl.create_default_context() if secure else None
     port = parts.port or (443 if secure else 80)
-    return _Connection(*await asyncio.open_connection(parts.hostname, port, ssl=context, limit=_MAX_LINE_BYTES))
+    loop = asyncio.get_running_loop()
+    reader = _StampedReader(limit=_MAX_LINE_BYTES, loop=loop)
+    protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+    transport, _ = await loop.create_connection(lambda: protocol, parts.hostname or "", port, ssl=context)
+    return _Connection(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
 
 
 async def list_models(remote: RemoteSpec) -> list[dict[str, Any]]:
@@ -179,13 +193,13 @@ async def list_models(remote: RemoteSpec) -> list[dict[str, Any]]:
         raise ConfigError(f"{remote.base_url} does not list its models as OpenAI's API does: {exc}") from exc
 
 
-async def _chunks(parts: AsyncIterator[bytes], request: BenchRequest) -> AsyncIterator[Chunk]:
+async def _chunks(connection: _Connection, head: _Head, request: BenchRequest) -> AsyncIterator[Chunk]:
     """The events that have content. The latest is kept back until the next one comes, as the usage may correct its count."""
     held: Chunk | None = None
     num_tokens = num_cached = 0
     finish_reason: str | None = None
     is_done = False
-    async for now, data in _events(parts):
+    async for now, data in _events(connection, head):
         if data == b"[DONE]":
             is_done = True
             continue
@@ -214,11 +228,11 @@ async def _chunks(parts: AsyncIterator[bytes], request: BenchRequest) -> AsyncIt
         raise RequestFailed(f"cut off: {num_tokens} of {request.max_tokens} tokens, finish_reason {finish_reason!r}")
 
 
-async def _events(parts: AsyncIterator[bytes]) -> AsyncIterator[tuple[float, bytes]]:
+async def _events(connection: _Connection, head: _Head) -> AsyncIterator[tuple[float, bytes]]:
     """When each event's last byte arrived, and its data."""
     rest = b""
-    async for part in parts:
-        now = time.perf_counter()
+    async for part in connection.parts(head):
+        now = connection.reader.fed_time
         *lines, rest = (rest + part).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):

@@ -25,7 +25,7 @@ _PASSING_FACTS = ("load_average", "command")
 
 
 def run_identity(settings: Any, *, seed: int) -> dict[str, Any]:
-    """Of one run with these settings (a dataclass): names and values, as JSON holds them.
+    """The identity of one run with these settings (a dataclass): names and values, as JSON holds them.
 
     Where results go is left out, and so is what a viewer must know. Files are told apart by their contents or, where those
     are large, by size and time.
@@ -51,7 +51,7 @@ def identity_hash(made_from: Mapping[str, Any]) -> str:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """The names of what differs, dotted."""
+    """The dotted names of the values that differ."""
     names: list[str] = []
     for name in dict.fromkeys([*before, *now]):
         one, other = before.get(name), now.get(name)

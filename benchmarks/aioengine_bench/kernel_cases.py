@@ -268,7 +268,7 @@ class CaseFactory:
 
     # ------------------------------------------------------------------ matrix products
     def linear(self, n: int) -> KernelCase:
-        """gate_up of a layer: the largest product of one."""
+        """The product gate_up, the largest one of a layer."""
         rows, columns = 2 * self.shape.intermediate_size, self.shape.hidden_size
 
         def inputs() -> Inputs:

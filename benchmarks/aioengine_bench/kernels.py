@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 
 _RESULT_KEYS = ("date", "benchmark", "device", "threads", "bandwidth_gb_per_s", "gflops", "rows", "interrupted", "environment")
+_ROOFLINE_KEYS = ("date", "benchmark", "rows", "interrupted", "environment")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,12 @@ def kernels(settings: KernelSettings) -> None:
         return
     import torch
 
+    from aioengine.worker.worker import check_instruction_set
+
+    check_instruction_set()
+    if settings.roofline:
+        _roofline(settings)
+        return
     date = timestamp()
     device = _device(settings.device)
     default_name = file_name(["kernels", device.type], date)
@@ -192,6 +199,33 @@ def format_rows(rows: Sequence[dict[str, Any]]) -> str:
         times = [console.number(row["time_us"], 1), console.number(row["roofline_us"], 1)]
         lines.append([row["op"], str(row["num_tokens"]), row["variant"], f"{row['error']:.1e}", verdict, *times, of_roofline, speedup])
     return console.table(["op", "tokens", "variant", "error", "check", "us", "roofline us", "of it", "speed-up"], lines)
+
+
+# ---------------------------------------------------------------------------------------------------- the machine's limits
+def _roofline(settings: KernelSettings) -> None:
+    import torch
+
+    from aioengine_bench.kernel_roofline import format_roofline, roofline_rows
+
+    date = timestamp()
+    default_name = file_name(["kernels", "roofline"], date)
+    check_saving(settings.save, _ROOFLINE_KEYS, default_name=default_name)
+    threads = [settings.threads] if settings.threads is not None else sorted({1, torch.get_num_threads()})
+    rows: list[dict[str, Any]] = []
+    interrupted = False
+    try:
+        # An interrupt leaves the rows so far.
+        rows.extend(roofline_rows(num_tokens=settings.num_tokens, threads=threads, min_time=settings.min_time))
+    except KeyboardInterrupt:
+        interrupted = True
+    result = {"date": date, "benchmark": "kernels roofline", "rows": rows, "interrupted": interrupted, "environment": environment()}
+    out = console.output_stream(stdout_is_taken=settings.save.claims_stdout)
+    print(format_roofline(rows), file=out)
+    path = save_result(with_metadata(result, settings.save.metadata), settings.save, default_name=default_name)
+    if path is not None:
+        print(f"Saved to {path}", file=out)
+    if interrupted:
+        raise KeyboardInterrupt
 
 
 # ---------------------------------------------------------------------------------------------------- ahead of time

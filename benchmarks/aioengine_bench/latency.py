@@ -41,7 +41,7 @@ def make_result(
 
 
 def latency_figures(latencies: list[float]) -> dict[str, Any]:
-    """Seconds, under vLLM's keys."""
+    """The figures of the latencies in seconds, under vLLM's keys."""
     return {
         "avg_latency": mean(latencies),
         "std_latency": standard_deviation(latencies),

@@ -82,7 +82,7 @@ class NullExecutor:
         raise NotImplementedError("there are no workers")
 
     def check_health(self) -> None:
-        """Nothing can break."""
+        """Does nothing: no worker is there that could have died."""
 
     def shutdown(self) -> None:
         if self._thread is not None:

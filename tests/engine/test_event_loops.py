@@ -60,6 +60,7 @@ CALLS: dict[str, Call] = {
     "stats": lambda engine: engine.stats(),
     "step": lambda engine: engine.step(),
     "submit_unattended": lambda engine: engine.submit_unattended([1, 2], SHORT),
+    "read_unattended": lambda engine: engine.read_unattended("live"),
     "tokenizer": lambda engine: engine.tokenizer,
     "wire_header": lambda engine: engine.wire_header,
     "shutdown(drain=True)": lambda engine: engine.shutdown(drain=True, drain_timeout=0.5),
@@ -68,8 +69,11 @@ CALLS: dict[str, Call] = {
     "control.pause": lambda engine: engine.control.pause(),
     "control.resume": lambda engine: engine.control.resume(),
     "control.step": lambda engine: engine.control.step(),
+    "control.read": lambda engine: engine.control.read("live"),
     "control.submit": lambda engine: engine.control.submit("a"),
     "generate.aclose": lambda engine: engine.generate([1]).aclose(),
+    "generate.call_when_ready": lambda engine: engine.generate([1]).call_when_ready(print),
+    "generate.take_ready": lambda engine: engine.generate([1]).take_ready(),
 }
 
 
@@ -318,7 +322,17 @@ def expected_outcome(name: str, when: str, place: str) -> str | None:
         return "result"
     if when not in ("running", "paused"):
         return None
-    if name in ("check_health", "model_info", "resolved_config", "tokenizer", "wire_header", "stats", "abort", "abort_scheduled"):
+    if name in (
+        "check_health",
+        "model_info",
+        "resolved_config",
+        "tokenizer",
+        "wire_header",
+        "stats",
+        "abort",
+        "abort_scheduled",
+        "read_unattended",
+    ):
         return "result"
     if name in ("start", "__aenter__"):
         return "error"
@@ -326,7 +340,7 @@ def expected_outcome(name: str, when: str, place: str) -> str | None:
         return None
     if name in ("snapshot", "events", "reset_prefix_cache"):
         return "error" if "thread" in place else "result"
-    if name == "control.abort":
+    if name in ("control.abort", "control.read"):
         return None
     return "error"
 

@@ -12,7 +12,7 @@ import pytest
 
 from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.errors import EngineDeadError, InvalidRequestError, RequestTimeoutError
-from aioengine.events.step_event import StepEvent
+from aioengine.events.step_event import Event, StepEvent, StepResultEvent
 from aioengine.executor.base import GrammarOutput
 from aioengine.outputs import ModelRunnerOutput, RequestOutput
 from aioengine.sampling_params import SamplingParams, StructuredOutputsParams
@@ -21,6 +21,7 @@ from aioengine.structured_output.compiler import build_grammar
 from aioengine.structured_output.manager import StructuredOutputManager
 from aioengine.structured_output.matcher import GrammarError
 from aioengine.testing import EOS_TOKEN_ID, FakeExecutor, scripted
+from aioengine_tui.model.state import DashboardState
 
 REGEX = r"[a-f]{6}-[0-9]{4,8};"
 
@@ -97,6 +98,32 @@ def depth_of(log: list[tuple[str, int]]) -> list[int]:
         depth += {"execute": 1, "mask": 0}.get(kind, -1)
         depths.append(depth)
     return depths
+
+
+async def test_events_tell_when_the_masks_were_computed_and_who_needs_one(start_rig: Any) -> None:
+    state = DashboardState()
+    events: list[Event] = []
+    async with start_rig(FakeExecutor(block_size=4, forward_s=0.005)) as rig:
+        rig.engine.bus.add_observer(events.append)
+        rig.engine.bus.add_observer(state.apply)
+        await asyncio.gather(final(rig, [1, 2], params(), request_id="masked"), final(rig, [3], params(regex=None), request_id="free"))
+        await rig.settle()
+    outputs = {event.step_id: event.output for event in events if isinstance(event, StepEvent)}
+    results = [event for event in events if isinstance(event, StepResultEvent)]
+    assert {event.step_id for event in results if event.grammar_start is not None} == {
+        step_id for step_id, output in outputs.items() if output.structured_output_request_ids
+    }
+    num_masked = 0
+    for event in results:
+        record = state.step(event.step_id)
+        assert record is not None
+        assert {share.request_id for share in record.shares if share.needs_mask} == outputs[event.step_id].structured_output_request_ids
+        if event.grammar_start is not None:
+            num_masked += 1
+            assert event.grammar_end is not None
+            assert record.lanes.grammar == (event.grammar_start, event.grammar_end)
+            assert record.lanes.schedule[1] <= event.grammar_start <= event.grammar_end <= event.update_start
+    assert 10 < num_masked < len(results)
 
 
 async def test_two_steps_are_in_flight_all_the_same(start_rig: Any) -> None:

@@ -14,10 +14,10 @@ import pytest
 
 from aioengine.core.scheduler_output import BlockChanges, CachedRequestData, NewRequestData, SchedulerOutput, SchedulerStats
 from aioengine.events.recording.cursor import RecordingCursor
-from aioengine.events.recording.index import STRIDE, RecordingIndex
+from aioengine.events.recording.index import LANDMARKS, STRIDE, RecordingIndex
 from aioengine.events.recording.reader import read_recording
 from aioengine.events.recording.writer import StepRecorder
-from aioengine.events.sources.base import StreamItem
+from aioengine.events.sources.base import Restored, StreamItem
 from aioengine.events.sources.file import FileSource
 from aioengine.events.step_event import EngineSnapshot, FinishedInfo, StepEvent, StepResultEvent
 from aioengine.events.wire import WireError, WireHeader
@@ -68,7 +68,9 @@ def test_names_that_look_like_fields_mislead_nobody(tmp_path: Path) -> None:
                 len(names),
                 preempted_req_ids=frozenset({"p"} if step_id == 2 else ()),
             )
-            recorder(StepEvent(step_id, start, output, stats, "budget", 8, BlockChanges(), 1, start, start))
+            recorder(
+                StepEvent(step_id, start, output, stats, "budget", 8, BlockChanges(), 1, start, start, [], [FinishedInfo("q", "stop", 1)])
+            )
             times = (start, start, start, start, start, start + duration)
             told = [FinishedInfo("finish_reason", "abort" if step_id == 3 else "stop", 1)]
             text = {"finish_reason": "abort", "update_end": "7"}
@@ -176,7 +178,7 @@ def test_every_place_has_the_state_of_having_come_there_step_by_step(path: Path)
             expected[position] = as_bytes(state)
         if event is not None:
             state.apply(event)
-    player = RecordingCursor(path, make_state=DashboardState)
+    player = RecordingCursor(path, make_state=DashboardState, whole_history=True)
     for place in places:
         player.seek(place)
         assert player.position == place
@@ -187,7 +189,7 @@ def test_every_place_has_the_state_of_having_come_there_step_by_step(path: Path)
 def test_the_states_that_are_kept_are_a_bounded_number(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioengine.events.recording.cursor._FIRST_INTERVAL", 4)
     monkeypatch.setattr("aioengine.events.recording.cursor._MAX_CHECKPOINTS", 10)
-    player = RecordingCursor(path, make_state=DashboardState)
+    player = RecordingCursor(path, make_state=DashboardState, whole_history=True)
     for _ in player.seek_in_parts(10**9, part=1):
         assert len(player._checkpoints) <= 10
         assert len(player._near) <= 8
@@ -199,7 +201,7 @@ def test_the_states_that_are_kept_are_a_bounded_number(path: Path, tmp_path: Pat
 
 
 def test_stepping_back_folds_few_events(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    player = RecordingCursor(path, make_state=DashboardState)
+    player = RecordingCursor(path, make_state=DashboardState, whole_history=True)
     player.seek(10**9)
     player.seek(player.position - 1)
     folded = 0
@@ -219,7 +221,7 @@ def test_stepping_back_folds_few_events(path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_playing_folds_nothing_and_takes_copies_for_going_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioengine.events.recording.cursor._FIRST_INTERVAL", 64)
-    player = RecordingCursor(path, make_state=DashboardState)
+    player = RecordingCursor(path, make_state=DashboardState, whole_history=True)
     viewer = DashboardState()
     viewer.apply(player.index.header)
     states: list[bytes] = [as_bytes(viewer)]
@@ -425,3 +427,59 @@ async def test_a_damaged_line_stops_the_replay_and_says_where(damaged: Path) -> 
     async with watching(source, state):
         await until(lambda: "line 6" in state.status.detail)
         assert state.num_events == 4
+
+
+def test_a_far_jump_shows_its_place_first_and_its_history_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioengine.engine.loop.core_events.SNAPSHOT_INTERVAL", 10)
+    monkeypatch.setattr("aioengine.events.recording.cursor._MAX_FOLDED", 20)
+    monkeypatch.setattr("aioengine.events.recording.cursor.HISTORY_EVENTS", 200)
+    monkeypatch.setattr("aioengine.events.sources.file.HISTORY_EVENTS", 200)
+    make_run(num_requests=60, record=tmp_path / "run.jsonl")
+    first, second = asyncio.run(_two_states_of_a_jump(tmp_path / "run.jsonl"))
+    assert first.num_events < 40
+    assert 200 <= second.num_events < 300
+    assert first.last_step_id == second.last_step_id
+    assert first.block_codes() == second.block_codes()
+    assert first.requests.keys() == second.requests.keys()
+    assert len(second.steps) > len(first.steps)
+
+
+async def _two_states_of_a_jump(path: Path) -> list[DashboardState]:
+    restored: list[DashboardState] = []
+    async with FileSource(path, make_state=DashboardState, playing=False) as source:
+        await source.seek_fraction(0.9)
+        async for item in source:
+            if isinstance(item, Restored):
+                restored.append(item.state)
+                if len(restored) == 2:
+                    break
+    return restored
+
+
+def test_the_marks_of_the_bar_are_the_landmarks(path: Path) -> None:
+    index = RecordingIndex(path)
+    index.scan()
+    for kind in LANDMARKS:
+        num_cells = 37
+        marked = [cell for cell, on in enumerate(index.marks(kind, num_cells)) if on]
+        places: set[int] = set()
+        place = index.next_landmark(kind, 0)
+        while place is not None and place not in places:
+            places.add(place)
+            place = index.next_landmark(kind, place)
+        assert marked == sorted({next(c for c in range(num_cells) if p <= round(index.num_events * (c + 1) / num_cells)) for p in places})
+
+
+def test_snapshots_come_as_often_as_a_reader_needs_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the work that folding what lies between them is, not by steps alone."""
+    monkeypatch.setattr("aioengine.engine.loop.core_events.SNAPSHOT_WORK", 500)
+    make_run(num_requests=60, record=tmp_path / "run.jsonl")
+    events = read_recording(tmp_path / "run.jsonl").events
+    work, most = 0, 0
+    for event in events:
+        if isinstance(event, EngineSnapshot):
+            work = 0
+        elif isinstance(event, StepEvent):
+            work += 30 + len(event.output.num_scheduled_tokens)
+            most = max(most, work)
+    assert 500 <= most < 800

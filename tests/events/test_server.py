@@ -412,6 +412,12 @@ async def test_commands_from_a_viewer(path: Path) -> None:
             assert state.finished[first].finish_reason == "length"
             assert state.finished[second].finish_reason == "abort"
             assert state.finished[first].prompt == "x" * 20
+            answer = await control.read(first)
+            assert answer == (state.finished[first].text, True)
+            assert await control.read("nobody") is None
+            chat = await control.submit("hello", max_tokens=3, chat=True)
+            await until(lambda: chat in state.finished)
+            assert state.finished[chat].prompt == FakeTokenizer().apply_chat_template([{"role": "user", "content": "hello"}])
             with pytest.raises(ControlError, match="pause"):
                 await control.step()
             with pytest.raises(ControlError, match="max_tokens"):

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import subprocess
 import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -78,6 +82,52 @@ async def test_the_callers_span_is_the_parent_and_who_leaves_has_a_span_too(expo
     assert f"{called.parent.span_id:016x}" == PARENT.split("-")[2]
     assert alone.parent is None
     assert left.attributes["gen_ai.response.finish_reasons"] == ("abort",)
+
+
+async def test_a_collector_gets_the_spans_by_otlp() -> None:
+    """What goes over the wire, read by OpenTelemetry's own definition of it."""
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    received: list[Any] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            data = self.rfile.read(int(self.headers["content-length"]))
+            if self.headers.get("content-encoding") == "gzip":
+                data = gzip.decompress(data)
+            assert self.path == "/v1/traces"
+            received.append(ExportTraceServiceRequest.FromString(data))
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *args: Any) -> None:
+            """Nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as collector:
+        threading.Thread(target=collector.serve_forever, daemon=True).start()
+        tracer = OtelTracer.to_endpoint(f"http://127.0.0.1:{collector.server_port}/v1/traces", model_name="mine")
+        async with serving({"tokens_per_s": 400}) as served:
+            traced(served, tracer)
+            for stream in (False, True):
+                body = {"prompt": "x", "max_tokens": 5, "ignore_eos": True, "stream": stream}
+                await served.post("/v1/completions", body, {"traceparent": PARENT})
+        await asyncio.to_thread(tracer.shutdown)  # sends what is left
+        collector.shutdown()
+    (resource,) = {resource.resource.SerializeToString(): resource for batch in received for resource in batch.resource_spans}.values()
+    assert {entry.key: entry.value.string_value for entry in resource.resource.attributes}["service.name"] == "aioengine"
+    spans = [span for batch in received for resource in batch.resource_spans for scope in resource.scope_spans for span in scope.spans]
+    roots = [span for span in spans if span.name == "llm_request"]
+    assert len(roots) == 2
+    assert sorted(span.name for span in spans) == sorted(["llm_request", "queue", "prefill", "decode"] * 2)
+    for root in roots:
+        assert root.trace_id.hex() == PARENT.split("-")[1]
+        assert root.parent_span_id.hex() == PARENT.split("-")[2]
+        assert {entry.key: entry.value.int_value for entry in root.attributes}["gen_ai.usage.prompt_tokens"] == 2
+        children = sorted((s for s in spans if s.parent_span_id == root.span_id), key=lambda span: span.start_time_unix_nano)
+        assert [span.name for span in children] == ["queue", "prefill", "decode"]
+        assert abs(root.start_time_unix_nano / 1e9 - time.time()) < 60, "the wall clock's time"
 
 
 def test_without_the_extra_it_is_said_and_nothing_of_it_is_imported() -> None:

@@ -40,14 +40,15 @@ NUM_REQUESTS = 256
 NUM_BLOCKS = 10_000
 STEP_S = 0.020
 HEADER = WireHeader("0", "large", {}, 0.0, 0.0)
-SCREENS = {"overview": b"1", "step": b"2", "batch": b"3", "KV blocks": b"4", "log": b"5"}
+SCREENS = {"overview": b"1", "step": b"2", "batch": b"3", "KV blocks": b"4", "log": b"5", "waterfall": b"6"}
 
 
 class LargeEngine:
     """A scheduler without a worker, on a clock of its own; 256 requests run, and each that ends is followed by another."""
 
-    def __init__(self) -> None:
-        config = SchedulerConfig(max_num_seqs=NUM_REQUESTS, max_num_batched_tokens=2048, max_model_len=4096)
+    def __init__(self, *, num_requests: int = NUM_REQUESTS) -> None:
+        self.num_requests = num_requests
+        config = SchedulerConfig(max_num_seqs=num_requests, max_num_batched_tokens=2048, max_model_len=4096)
         self.scheduler = Scheduler(config, cache=CacheConfig(block_size=16), num_kv_cache_blocks=NUM_BLOCKS + 1)
         self.now = 0.0
         self._rng = random.Random(0)
@@ -81,11 +82,15 @@ class LargeEngine:
             await server.close()
 
     def step(self) -> tuple[StepEvent, StepResultEvent]:
-        while len(self.scheduler.requests) < NUM_REQUESTS + 8:
+        while len(self.scheduler.requests) < self.num_requests + 8:
             self._add()
         output = self.scheduler.schedule()
         assert output is not None, "there is always work"
         return self._events(output)
+
+    def forget_ended(self) -> None:
+        """What is kept here of requests that are gone."""
+        self._num_output_tokens = {name: count for name, count in self._num_output_tokens.items() if name in self.scheduler.requests}
 
     def _add(self) -> None:
         self._number += 1

@@ -20,7 +20,7 @@ from aioengine_tui.widgets.line_view import LineView
 from tests.tui.support import ListSource, MadeUpEngine, busy_items
 
 SIZES = [(80, 24), (60, 16), (160, 48), (40, 10)]
-SCREENS = {"1": "overview", "2": "step", "3": "batch", "4": "blocks", "5": "log"}
+SCREENS = {"1": "overview", "2": "step", "3": "batch", "4": "blocks", "5": "log", "6": "waterfall"}
 
 Running = Callable[..., AbstractAsyncContextManager[tuple[DashboardApp, Pilot[None]]]]
 
@@ -65,19 +65,35 @@ async def test_the_step_screen_at_80x24() -> None:
     async with running(ListSource(busy_items())) as (app, pilot):
         await press(app, pilot, "2", "up", "up", "up")
         assert text_of(app, "#title").split() == ["aioengine", "top", "test", "*", "live"]
-        assert text_of(app, "#tabs").split() == ["1", "Overview", "2", "Step", "3", "Batch", "4", "KV", "blocks", "5", "Log", "step", "27"]
+        assert text_of(app, "#tabs").split() == [
+            "1",
+            "Overview",
+            "2",
+            "Step",
+            "3",
+            "Batch",
+            "4",
+            "KV",
+            "blocks",
+            "5",
+            "Log",
+            "6",
+            "Waterfall",
+            "step",
+            "27",
+        ]
         lines = app.view.text.splitlines()
         assert lines[0].startswith("─ step 24 ───")
-        assert lines[0].endswith("20.0ms, 3 new tokens")
+        assert lines[0].endswith("latency 20.0ms, 3 new tokens 20.0ms after the step before")
         assert lines[1] == "budget     32/32 " + "▓" * 33 + "▒" * 4 + "▚" * 26
         assert lines[2] == "█ prefill 0   ▓ chunk 17 in 1   ▒ decode 2 in 2   ▚ resumed 13 in 1"
         assert lines[3] == "admission stopped by budget: the token budget is used up"
         assert lines[4] == "+ new 1 zeta                            ~ resumed 1 epsilon"
-        assert lines[5] == "! preempted 0                           x finished, the worker is told 1 gamma"
+        assert lines[5] == "! preempted 0                           x ended 1 gamma"
         assert lines[6] == "tokens alpha 1d  beta 1d  epsilon 13r  zeta 17c"
-        assert lines[12].endswith("end: follow")
+        assert lines[14].endswith("end: follow")
         await press(app, pilot, "end")
-        assert app.view.text.splitlines()[12].endswith("following")
+        assert app.view.text.splitlines()[14].endswith("following")
 
 
 @in_virtual_time
@@ -85,7 +101,7 @@ async def test_the_batch_screen_at_80x24() -> None:
     async with running(ListSource(busy_items())) as (app, pilot):
         await press(app, pilot, "3")
         assert app.view.text == (
-            "8 shown, 6 live  sort arrival  follow  ░ cached █ computed - to do ▒ output\n"
+            "6 live  2 ended  by arrival  follow  ░ cached █ computed - to do ▒ output\n"
             "request    state        step tokens        prompt   comp   out  blk    age tok/s\n"
             "alpha      R running      1d ████▒▒▒▒▒▒···     20     46    27   12  540ms  50.0\n"
             "beta       R running      1d ░░░░░█▒▒▒▒▒▒·     24     47    24   12  480ms  50.0\n"
@@ -113,9 +129,14 @@ async def test_every_screen_fits_every_size_and_can_be_saved_as_a_picture(size: 
         await press(app, pilot, "3", "enter")
         assert "request alpha" in app.view.text
         await press(app, pilot, "question_mark")
+        assert app.view.text.startswith("─ the words on the screen")
+        for _ in range(40):
+            if "everywhere" in app.view.text:
+                break
+            await press(app, pilot, "pagedown")
         assert "everywhere" in app.view.text
     pictures = read_texts(tmp_path, "*.svg")
-    assert len(pictures) == 5
+    assert len(pictures) == 6
     assert all("</svg>" in picture for picture in pictures)
 
 
@@ -131,19 +152,21 @@ async def test_a_terminal_that_is_too_small_is_told_so_and_recovers() -> None:
         assert "running 4" in app.view.text
 
 
+@pytest.mark.parametrize("size", [(40, 10), (80, 24), (200, 60)], ids=lambda size: f"{size[0]}x{size[1]}")
+@pytest.mark.parametrize("num_items", [0, 2])
 @in_virtual_time
-async def test_nothing_has_arrived_yet() -> None:
-    async with running(ListSource()) as (app, pilot):
+async def test_nothing_has_arrived_yet(size: tuple[int, int], num_items: int) -> None:
+    async with running(ListSource(busy_items()[:num_items]), size=size) as (app, pilot):
         for key in SCREENS:
             await press(app, pilot, key)
-        assert "~ connecting" in text_of(app, "#title")
+        assert ("* live" if num_items else "~ connecting") in text_of(app, "#title")
 
 
 @in_virtual_time
 async def test_tab_goes_round_and_escape_comes_back() -> None:
     async with running(ListSource(busy_items())) as (app, pilot):
         await press(app, pilot, "shift+tab")
-        assert app.view.id == "log"
+        assert app.view.id == "waterfall"
         await press(app, pilot, "tab", "tab", "tab")
         assert app.view.id == "batch"
         await press(app, pilot, "down", "enter")
@@ -187,14 +210,21 @@ async def test_filter_sort_reverse_and_follow() -> None:
         await press(app, pilot, "home", "down", "down")
         assert app.session.selected == "epsilon"
         for _ in range(12):
-            await press(app, pilot, "s")
+            await press(app, pilot, "right")
             if view.sort == "output":
                 break
-        assert view.text.splitlines()[1].count("↑") == 1
-        await press(app, pilot, "r")
+        assert view.text.splitlines()[1].count("↓") == 1  # numbers begin with the largest
         outputs = [int(line.split()[7]) for line in view.text.splitlines()[2:]]
         assert outputs == sorted(outputs, reverse=True)
         assert app.session.selected == "epsilon"  # the cursor went with its request
+        await press(app, pilot, "r")
+        assert view.text.splitlines()[1].count("↑") == 1
+        outputs = [int(line.split()[7]) for line in view.text.splitlines()[2:]]
+        assert outputs == sorted(outputs)
+        await press(app, pilot, "s", *"pro", "enter")
+        assert (view.sort, view.reverse) == ("prompt", True)
+        await press(app, pilot, "s", *"nothing", "enter")
+        assert "no column here begins with 'nothing'" in text_of(app, "#warnings")
         await press(app, pilot, "d")
         assert "gamma" not in view.text
 
@@ -213,13 +243,15 @@ async def test_words_typed_into_the_filter_are_no_commands() -> None:
 async def test_blocks_of_a_request_are_lit_and_their_owner_is_a_key_away() -> None:
     async with running(ListSource(busy_items())) as (app, pilot):
         await press(app, pilot, "4")
-        assert "block 1 shared   ref_cnt 2" in app.view.text
-        assert "owners alpha, b" in app.view.text
-        await press(app, pilot, "c")
-        assert not any("#" in line for line in app.view.text.splitlines()[2:-2])
+        assert "block 1 shared   ref_cnt 2   owners alpha, beta" in app.view.text
+        assert not any("#" in line for line in app.view.text.splitlines()[2:-4])
         await press(app, pilot, "n")
-        assert "# alpha 12 blocks" in app.view.text
-        await press(app, pilot, "n", "right", "enter")
+        lit = app.session.selected
+        assert lit == "alpha"
+        assert sum(line.count("#") for line in app.view.text.splitlines()[2:-4]) == 12
+        await press(app, pilot, "c")
+        assert not any("#" in line for line in app.view.text.splitlines()[2:-4])
+        await press(app, pilot, "right", "enter")
         assert app.view.id == "request"
         assert "block table" in app.view.text
 
@@ -240,7 +272,7 @@ async def test_lost_events_and_a_lost_engine_are_said() -> None:
         source.push(SourceStatus("ended", "the engine was shut down"))
         await settle(app, pilot)
         assert "= ended" in text_of(app, "#title")
-        assert "1 gap, 12 events lost" in text_of(app, "#warnings") or "…" in text_of(app, "#warnings")
+        assert "12 lost" in text_of(app, "#warnings") or "12 events lost" in text_of(app, "#warnings")
 
 
 @in_virtual_time
@@ -345,10 +377,10 @@ async def test_a_log_that_is_full_lets_go_of_its_oldest_lines_and_the_cursor_sta
                 assert view.text.splitlines()[0].startswith("42 lines of 42")
             log.add(1001.0, 30, "engine", None, f"line {number}")
         await settle(app, pilot)
-        assert view.text.splitlines()[0].startswith("2000 lines of 2032")
+        assert view.text.splitlines()[0].startswith("20000 lines of 20032")
         await press(app, pilot, "end")
-        assert view.text.splitlines()[-1].endswith("line 1999")
+        assert view.text.splitlines()[-1].endswith("line 19999")
         await press(app, pilot, "home")
         assert view.text.splitlines()[1].endswith("line 0")
-        await press(app, pilot, "slash", *"line", "space", *"77", "enter")
-        assert all("77" in line for line in view.text.splitlines()[1:])
+        await press(app, pilot, "slash", *"line", "space", *"7777", "enter")
+        assert all("7777" in line for line in view.text.splitlines()[1:])

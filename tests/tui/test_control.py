@@ -24,6 +24,7 @@ class RecordingEngine:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.refuses = False
+        self.num_reads = 0
 
     def _take(self, *call: Any) -> None:
         if self.refuses:
@@ -44,9 +45,13 @@ class RecordingEngine:
         self._take("abort", request_id)
         return True
 
-    async def submit(self, prompt: str, *, max_tokens: int = 64, temperature: float = 0.0) -> str:
-        self._take("submit", prompt)
+    async def submit(self, prompt: str, *, max_tokens: int = 64, temperature: float = 0.0, chat: bool = False) -> str:
+        self._take("submit", prompt, chat)
         return "req-9"
+
+    async def read(self, request_id: str) -> tuple[str, bool] | None:
+        self.num_reads += 1
+        return "An answer." if self.num_reads > 1 else "An", self.num_reads > 1
 
 
 @in_virtual_time
@@ -55,6 +60,9 @@ async def test_the_engine_is_paused_stepped_and_resumed() -> None:
     async with running(ListSource(busy_items(), engine=engine)) as (app, pilot):
         await press(app, pilot, "full_stop")
         assert "P pauses it first" in text_of(app, "#warnings")
+        await press(app, pilot, "P")
+        assert engine.calls == []
+        assert "P again pauses the engine itself" in text_of(app, "#warnings")
         await press(app, pilot, "P")
         app.session.live.data.paused = True
         await press(app, pilot, "full_stop", "right_square_bracket")
@@ -84,10 +92,16 @@ async def test_a_prompt_is_sent_and_a_refusal_is_shown() -> None:
     engine = RecordingEngine()
     async with running(ListSource(busy_items(), engine=engine)) as (app, pilot):
         await press(app, pilot, "a", *"hi q?", "enter")
-        assert engine.calls == [("submit", "hi q?")]
+        assert engine.calls == [("submit", "hi q?", True)]
         assert app.session.selected == "req-9"
+        assert app.view.id == "request"
+        await pilot.pause(1.0)
+        await settle(app, pilot)
+        assert app.view.text.splitlines()[0].startswith("─ prompt ─")  # before any event shows the request
+        assert app.view.text.splitlines()[1] == "hi q?"
+        assert app.view.text.splitlines()[3] == "An answer."
         engine.refuses = True
-        await press(app, pilot, "P")
+        await press(app, pilot, "P", "P")
         assert "the engine is busy" in text_of(app, "#warnings")
 
 

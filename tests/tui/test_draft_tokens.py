@@ -7,6 +7,7 @@ from aioengine.testing import FakeExecutor, FakeTokenizer, scripted
 from aioengine_tui.model.state import DashboardState
 from aioengine_tui.screens.overview import overview_lines
 from aioengine_tui.screens.step import frame_lines
+from aioengine_tui.widgets.step_rows import StepRow
 from aioengine_tui.widgets.text import line_text, percent
 
 
@@ -35,11 +36,11 @@ async def test_the_overview_and_the_steps_show_how_many_were_right() -> None:
     assert f"draft tokens accepted {percent(rate)} of {total}" in " ".join(text_of(state).split())
     drafted = [step for step in state.steps if step.num_draft_tokens]
     assert sum(step.num_draft_tokens for step in drafted) == total
-    head = line_text(frame_lines(drafted[0], 120)[0])
+    head = line_text(frame_lines(StepRow(drafted[0], None), 120)[0])
     assert f"{drafted[0].num_accepted_tokens} of {drafted[0].num_draft_tokens} draft tokens accepted" in head
 
 
 async def test_without_draft_tokens_nothing_is_said() -> None:
     state = await state_after_a_refrain(0)
     assert "draft token" not in text_of(state)
-    assert not any("draft token" in line_text(frame_lines(step, 120)[0]) for step in state.steps)
+    assert not any("draft token" in line_text(frame_lines(StepRow(step, None), 120)[0]) for step in state.steps)

@@ -92,7 +92,9 @@ def test_an_engine_is_watched_paused_left_and_watched_again(engine: tuple[str, s
     terminal.keys("3")
     terminal.wait_for(lambda text: text.count("R running") == 3)
     terminal.keys("4")
-    terminal.wait_for(lambda text: "1 cell = 1 block" in text)
+    terminal.wait_for(lambda text: "eviction order" in text)
+    terminal.keys("P")
+    terminal.wait_for(lambda text: "P again pauses" in text)
     terminal.keys("P")
     terminal.wait_for(lambda text: "ENGINE PAUSED" in text)
     terminal.keys("P")
@@ -121,6 +123,31 @@ def test_no_color_is_readable(engine: tuple[str, subprocess.Popen[bytes]], termi
     # Attributes only: bold, dim, underline, reverse, and resets; no colour, 30 to 49 and 90 to 107.
     codes = {code for part in colored.split("\x1b[")[1:] for code in part.partition("m")[0].split(";")}
     assert codes <= {"", "0", "1", "2", "3", "4", "7", "22", "23", "24", "27", "39", "49"}, codes
+
+
+def test_it_draws_on_the_terminal_when_messages_go_to_a_file(
+    engine: tuple[str, subprocess.Popen[bytes]], terminal: Terminal, tmp_path: Path
+) -> None:
+    address, _ = engine
+    messages = tmp_path / "err.log"
+    terminal.start(["sh", "-c", f"exec {shlex.join([*TOP, address])} 2>{shlex.quote(str(messages))}"])
+    terminal.wait_for(lambda text: "running 3" in text)
+    assert messages.read_text() == ""
+    terminal.keys("q")
+    terminal.wait_for(lambda text: "left with 0" in text)
+
+
+def test_a_terminal_without_a_cursor_gets_lines_and_a_plain_locale_gets_ascii(
+    engine: tuple[str, subprocess.Popen[bytes]], terminal: Terminal
+) -> None:
+    address, _ = engine
+    terminal.start([*TOP, address], env={"TERM": "dumb"})
+    text = terminal.wait_for(lambda text: "running 3" in text or "more" in text)
+    assert "* live" not in text  # no screen is drawn: one state comes below the other
+    assert text.isascii()
+    terminal.tmux("kill-server")
+    terminal.start([*TOP, address], env={"LC_ALL": "C"})
+    assert terminal.wait_for(lambda text: "* live" in text and "running 3" in text).isascii()
 
 
 # ---------------------------------------------------------------------------------------------------- SIGTERM
@@ -220,8 +247,7 @@ def test_lines_go_to_a_pipe_until_the_engine_ends(engine: tuple[str, subprocess.
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "one of ADDRESS, FILE and --demo is needed"),
-        (["x.sock", "--demo"], "not allowed with an address"),
+        (["x.sock", "--demo"], "argument --demo: not allowed with another source"),
         (["x.sock", "--refresh", "50"], "from 0.5 to 10"),
         (["x.sock", "--web", "--once"], "not allowed with --once"),
     ],

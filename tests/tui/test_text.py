@@ -16,11 +16,13 @@ from aioengine_tui.widgets.text import (
     fit_middle,
     line_text,
     number,
+    pack,
     percent,
     rule,
     seconds,
     side_by_side,
     width_of,
+    wrap,
 )
 
 
@@ -98,9 +100,55 @@ def test_other_peoples_text_cannot_move_the_cursor_or_turn_the_line() -> None:
 def test_a_line_that_is_cut_says_so() -> None:
     line = [Part("blocks "), Part("1234567", "value")]
     assert line_text(fit_line(line, 14)) == "blocks 1234567"
-    assert line_text(fit_line(line, 10)) == "blocks 12…"
-    assert line_text(fit_line([Part("123"), Part("456")], 3)) == "12…"
+    assert line_text(fit_line(line, 10)) == "blocks …  "  # no digit of a number that lost some
+    assert line_text(fit_line([Part("abc"), Part("456")], 3)) == "ab…"
     assert line_text(fit_line([Part("12")], 4)) == "12  "
+
+
+@pytest.mark.parametrize(
+    ("text", "width", "shown"),
+    [
+        ("evicted 71", 9, "evicted …"),
+        ("18 of 34567 blocks", 9, "18 of …  "),
+        ("x 12.5ms", 6, "x …   "),
+        ("free 4  evicted 16", 8, "free 4 …"),
+        ("load-12345", 7, "load-1…"),  # an id
+    ],
+)
+def test_a_number_that_would_lose_digits_goes_altogether(text: str, width: int, shown: str) -> None:
+    assert fit(text, width) == shown
+
+
+def test_a_line_that_fits_already_is_taken_as_it_is() -> None:
+    once = fit_line([Part("blocks "), Part("123", "value")], 14)
+    assert fit_line(once, 14) is once
+    assert line_text(fit_line(once, 9)) == "blocks … "
+    assert line_text(fit_line([*once, Part("more")], 18)) == "blocks 123    more"
+
+
+def test_the_mark_does_not_stand_right_behind_a_whole_number() -> None:
+    assert line_text(fit_line([Part("step 27"), Part("   owners")], 8)) == "step 27 "
+    assert line_text(fit_line([Part("step 27"), Part("   owners")], 9)) == "step 27 …"
+
+
+@given(st.lists(st.text("abc 12", min_size=1, max_size=9), min_size=1, max_size=8), st.integers(1, 40), st.integers(1, 3))
+def test_packed_items_are_whole_or_left_out(texts: list[str], width: int, max_lines: int) -> None:
+    lines = [line_text(line) for line in pack([[Part(text)] for text in texts], width, max_lines=max_lines, gap="|")]
+    assert len(lines) <= max_lines
+    assert all(width_of(line) <= width for line in lines)
+    items = [item for line in lines for item in line.split("|") if item]
+    assert (
+        items == texts
+        or (items[-1:] == [CLIPPED] and items[:-1] == texts[: len(items) - 1])
+        or (items == texts[: len(items)] and width < 3)
+    )
+
+
+@given(st.text("ab 名", max_size=60), st.integers(2, 20))
+def test_wrapped_text_loses_nothing_but_blanks(text: str, width: int) -> None:
+    lines = wrap(text, width)
+    assert all(width_of(line) <= width for line in lines)
+    assert "".join(lines).replace(" ", "") == text.replace(" ", "")
 
 
 def test_two_ends_of_a_line() -> None:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import contextlib
-import json
-import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
 from aioengine.events.recording.writer import StepRecorder
 from aioengine.events.step_event import StepEvent, StepResultEvent
+from tests.tui.browser import BrowserPage, open_page, require_browser
 from tests.tui.support import HEADER, busy_items
 
 aiohttp = pytest.importorskip("aiohttp", reason="textual-serve is not installed (aioengine[web])")
@@ -68,40 +65,83 @@ async def wait_for_url(url: str) -> None:
     raise AssertionError(f"{url} does not answer")
 
 
-@pytest.mark.slow
-async def test_the_dashboard_in_a_browser(tmp_path: Path) -> None:
-    browser = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
-    if browser is None:
-        pytest.skip("no chromium or chrome is installed")
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[int]:
+    """A recording as a web page; the port."""
     recording = tmp_path / "steps.jsonl"
     with StepRecorder(recording, HEADER) as recorder:
         for item in busy_items():
             if isinstance(item, StepEvent | StepResultEvent):
                 recorder(item)
-    port, debug_port = free_port(), free_port()
+    port = free_port()
     server = start([sys.executable, "-m", "aioengine", "top", str(recording), "--web", "--port", str(port)])
-    chrome = None
     try:
-        await wait_for_url(f"http://localhost:{port}/")
-        await _refused(port)
-        options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1000,700"]
-        chrome = start([browser, *options, f"--remote-debugging-port={debug_port}", "about:blank"])
-        await wait_for_url(f"http://127.0.0.1:{debug_port}/json/version")
-        async with aiohttp.ClientSession() as session:
-            async with session.get(f"http://127.0.0.1:{debug_port}/json/list") as response:
-                pages = await response.json(content_type=None)
-            address = next(page["webSocketDebuggerUrl"] for page in pages if page["type"] == "page")
-            async with session.ws_connect(address, max_msg_size=0) as connection:
-                page = Page(connection)
-                await page.send("Network.enable")
-                await page.send("Page.navigate", url=f"http://localhost:{port}/")
-                await page.wait_for(lambda text: "step 27" in text)
-                await page.press_until("2", lambda text: "last 27 steps" in text)
+        yield port
     finally:
-        for process in (chrome, server):
-            if process is not None:
-                process.terminate()
-                process.wait(timeout=20)
+        server.terminate()
+        server.wait(timeout=20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
+async def test_the_dashboard_in_a_browser(served: int, tmp_path: Path, host: str) -> None:
+    """It has a title and the focus, asks no foreign host, and what is saved goes to the browser."""
+    require_browser()
+    await wait_for_url(f"http://localhost:{served}/")
+    await _refused(served)
+    downloads = tmp_path / "downloads"
+    async with open_page(tmp_path / "profile") as page:
+        await page.send("Network.enable")
+        await page.send("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(downloads))
+        await page.send("Page.navigate", url=f"http://{host}:{served}/")
+        await shown(page, "step 27")
+        assert await page.evaluate("document.title") == f"aioengine top {tmp_path / 'steps.jsonl'}"
+        await page.type("3")  # nothing was clicked: the page has the focus
+        await shown(page, "theta")
+        await page.evaluate("document.querySelector('.xterm-helper-textarea').blur(); window.dispatchEvent(new Event('focus'))")
+        await page.type("e")
+        await shown(page, "sent to the browser")
+        saved = await downloaded(downloads, "*.csv")
+        assert saved.read_text().startswith("request")
+        assert list(Path.cwd().glob("aioengine-batch-*")) == [], "nothing is left where the server runs"
+        hosts = {urlsplit(url).netloc for url in page.requests()}
+        assert hosts <= {f"{host}:{served}", ""}, hosts
+        assert page.errors() == []
+
+
+@pytest.mark.slow
+async def test_two_browsers_at_once_have_a_dashboard_each(served: int, tmp_path: Path) -> None:
+    require_browser()
+    await wait_for_url(f"http://localhost:{served}/")
+    async with open_page(tmp_path / "one") as one, open_page(tmp_path / "other") as other:
+        for page in (one, other):
+            await page.send("Network.enable")
+            await page.send("Page.navigate", url=f"http://localhost:{served}/")
+            await shown(page, "step 27")
+        await one.type("3")
+        await other.type("4")
+        await shown(one, "theta")
+        await shown(other, "owners")
+        assert "owners" not in one.received_text()
+
+
+async def shown(page: BrowserPage, text: str, *, seconds: float = 60) -> None:
+    """Until the page was sent that text to draw."""
+    for _ in range(round(seconds / 0.1)):
+        await page.evaluate("1")  # takes in what has happened
+        if text in page.received_text():
+            return
+        await asyncio.sleep(0.1)
+    raise AssertionError(f"{text!r} is not in {page.received_text()[-3000:]!r}")
+
+
+async def downloaded(folder: Path, pattern: str) -> Path:
+    for _ in range(200):
+        found = list(folder.glob(pattern))  # noqa: ASYNC240
+        if found:
+            return found[0]
+        await asyncio.sleep(0.1)
+    raise AssertionError(f"no {pattern} came to {folder}")
 
 
 async def _refused(port: int) -> None:
@@ -110,37 +150,3 @@ async def _refused(port: int) -> None:
         with pytest.raises(aiohttp.WSServerHandshakeError) as info:
             await session.ws_connect(f"http://localhost:{port}/ws?width=80&height=24", origin="https://example.com")
         assert info.value.status == 403
-
-
-class Page:
-    """A browser page over the DevTools protocol: commands out, the text of its WebSocket frames in."""
-
-    def __init__(self, connection: Any) -> None:
-        self._connection = connection
-        self._number = 0
-        self.text = ""
-
-    async def send(self, method: str, **params: Any) -> None:
-        self._number += 1
-        await self._connection.send_str(json.dumps({"id": self._number, "method": method, "params": params}))
-
-    async def press_until(self, digit: str, condition: Callable[[str], bool]) -> None:
-        """Press a key, again and again: the page takes keys a moment after it shows the first text."""
-        key = {"key": digit, "code": f"Digit{digit}", "windowsVirtualKeyCode": ord(digit)}
-        for _ in range(20):
-            await self.send("Runtime.evaluate", expression="document.querySelector('.xterm-helper-textarea').focus()")
-            await self.send("Input.dispatchKeyEvent", type="keyDown", text=digit, **key)
-            await self.send("Input.dispatchKeyEvent", type="keyUp", **key)
-            with contextlib.suppress(TimeoutError):
-                await self.wait_for(condition, seconds=2)
-                return
-        raise AssertionError(f"the browser was sent {self.text[-3000:]!r}")
-
-    async def wait_for(self, condition: Callable[[str], bool], *, seconds: float = 60) -> None:
-        async with asyncio.timeout(seconds):
-            while not condition(self.text):
-                message = json.loads((await self._connection.receive()).data)
-                if message.get("method") == "Network.webSocketFrameReceived":
-                    frame = message["params"]["response"]
-                    data = frame["payloadData"]
-                    self.text += base64.b64decode(data).decode("utf-8", "replace") if frame["opcode"] == 2 else data

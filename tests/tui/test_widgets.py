@@ -8,14 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioengine_tui.model.blocks import ALLOCATED, EMPTY, FREE_CACHED, RELEASED, SHARED, USED
 from aioengine_tui.model.rows import Lanes, RequestRow, StepRecord
-from aioengine_tui.widgets.block_grid import GridLayout, grid_lines, legend
-from aioengine_tui.widgets.graph import bar, graph_rows
+from aioengine_tui.widgets.graph import bar, graph_lines, graph_rows, round_up
 from aioengine_tui.widgets.lanes import lane_lines, lane_window
 from aioengine_tui.widgets.request_table import Moment, request_columns, token_bar
 from aioengine_tui.widgets.scroll import ScrollState
-from aioengine_tui.widgets.step_rows import budget_bar, kind_tokens, step_header, step_line
+from aioengine_tui.widgets.step_rows import StepRow, budget_bar, kind_tokens, step_header, step_line
 from aioengine_tui.widgets.table import choose_columns, header_line, row_line, sorted_rows
 from aioengine_tui.widgets.text import line_text, width_of
 from tests.tui.support import busy_state
@@ -23,12 +21,44 @@ from tests.tui.support import busy_state
 
 # ---------------------------------------------------------------------------------------------------- graphs and bars
 def test_a_graph_grows_from_below_with_the_newest_value_at_the_right() -> None:
-    assert graph_rows([0, 1, 2, 4], width=6, height=2) == ["     █", "   ▄██"]
-    assert graph_rows([0.5], width=3, height=1, top=1.0) == ["  ▄"]
+    assert graph_rows([0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 2, 4], width=6, height=2, top=4) == ["     ⢸", "    ⢠⣿"]
+    assert graph_rows([0.5], width=3, height=1, top=1.0) == ["⣤⣤⣤"]  # a value is held where there is more room than values
 
 
 def test_a_graph_never_draws_something_as_nothing() -> None:
-    assert graph_rows([1e-9, 100.0, None, 0.0], width=4, height=1) == ["▁█  "]
+    assert graph_rows([1e-9, 1e-9, 100.0, 100.0, None, None, 0.0, 0.0], width=4, height=1) == ["⣀⣿  "]
+
+
+@pytest.mark.parametrize("width", [1, 7, 30, 61, 120, 400])
+def test_a_graph_shows_the_whole_span_at_any_width(width: int) -> None:
+    """One narrow peak at the beginning and one in the middle: they stand at the left end and in the middle."""
+    values: list[float | None] = [0.0] * 240
+    values[0] = values[120] = 100.0
+    (row,) = graph_rows(values, width=width, height=1)
+    assert len(row) == width
+    assert row[0] != " "
+    assert row[width // 2] != " "
+    assert {row.find(cell) for cell in row[1:] if cell != " "} <= {*range(width // 2 - 1, width // 2 + 2 + width // 240), 0}
+
+
+@given(st.lists(st.none() | st.floats(0, 1e9), max_size=250), st.integers(10, 120), st.integers(1, 12))
+def test_a_graph_with_axes_takes_its_place_and_no_more(values: list[float | None], width: int, height: int) -> None:
+    lines = [
+        line_text(line)
+        for line in graph_lines(values, width=width, height=height, span=("2m ago", "1m"), form=lambda value: f"{value:.2g}"[:5])
+    ]
+    assert len(lines) == height
+    assert all(width_of(line) == width for line in lines)
+    if width >= 26 and height >= 3:
+        assert lines[-1].strip().startswith("└2m ago")
+        assert lines[-1].endswith("now")
+
+
+@given(st.floats(1e-6, 1e12))
+def test_the_end_of_a_scale_is_round_and_not_far_above(value: float) -> None:
+    top = round_up(value)
+    assert value * 0.999 <= top <= value * 1.6
+    assert float(f"{top:.2g}") == pytest.approx(top)
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=5), st.integers(5, 60))
@@ -59,47 +89,18 @@ def test_lanes_show_the_phases_of_steps_below_each_other() -> None:
     assert window == (0.0, 0.020)
     lines = [line_text(line).rstrip() for line in lane_lines(steps, start=window[0], end=window[1], width=29)]
     assert lines == [
+        "step     1         2",
         "schedule ░         ▚",
         "execute   ░░░░░░    ██████",
         "sample          ░         ▓",
         "update            ░         ▒",
-        "         20.0ms shown, a cell is 1.0ms; odd steps are ░",
+        "         └0──────────────────",
     ]
 
 
 def test_work_shorter_than_a_cell_is_still_seen() -> None:
     lines = lane_lines([_step(2, 0.0)], start=0.0, end=10.0, width=19)
-    assert [line_text(line)[9:].rstrip() for line in lines[:4]] == ["▚", "█", "▓", "▒"]
-
-
-# ---------------------------------------------------------------------------------------------------- blocks
-def test_every_block_state_has_a_glyph_of_its_own() -> None:
-    layout = GridLayout.of(6, width=30, rows=1)
-    codes = bytes([EMPTY, FREE_CACHED, USED, SHARED, ALLOCATED, RELEASED])
-    text = line_text(grid_lines(codes, layout)[0])
-    assert text.split() == ["·", "░", "█", "▓", "+", "-"]
-    assert line_text(grid_lines(codes, layout, lit=[3], cursor=1)[0]).split() == ["░", "#", "▓", "+", "-"]
-
-
-@pytest.mark.parametrize(("num_blocks", "width", "rows"), [(1, 1, 1), (119, 80, 17), (10_000, 80, 17), (10_000, 60, 9), (65_536, 160, 40)])
-def test_all_blocks_fall_on_cells_that_fit(num_blocks: int, width: int, rows: int) -> None:
-    layout = GridLayout.of(num_blocks, width=width, rows=rows)
-    lines = grid_lines(bytes(num_blocks), layout)
-    assert len(lines) <= rows
-    assert all(width_of(line_text(line)) <= width for line in lines)
-    assert [block for cell in range(layout.num_cells) for block in layout.blocks_of(cell)] == list(range(1, num_blocks + 1))
-    for block in (1, num_blocks):
-        cell = layout.cell_of(block)
-        x, y = layout.gutter + cell % layout.columns * layout.cell_width, cell // layout.columns
-        assert layout.cell_at(x, y) == cell
-    assert layout.cell_at(width, 0) is None
-
-
-def test_a_cell_of_several_blocks_shows_how_many_are_owned() -> None:
-    layout = GridLayout(num_blocks=40, columns=5, rows=1, per_cell=8, cell_width=1, gutter=0)
-    codes = bytes([USED] * 8 + [USED] * 4 + [EMPTY] * 4 + [USED] + [EMPTY] * 7 + [SHARED] * 5 + [USED] * 3 + [EMPTY] * 7 + [RELEASED])
-    assert line_text(grid_lines(codes, layout)[0]) == "█▄▁▓-"
-    assert "1 cell = 8 blocks" in line_text(legend(8))
+    assert [line_text(line)[9:].rstrip() for line in lines[:5]] == ["2", "▚", "█", "▓", "▒"]
 
 
 # ---------------------------------------------------------------------------------------------------- tables
@@ -172,8 +173,11 @@ def test_the_budget_is_filled_by_kind() -> None:
 def test_a_step_is_a_row() -> None:
     step = busy_state().step(24)
     assert step is not None
-    assert line_text(step_header(80)).rstrip() == "   step tokens                  reqs + r p x          time admission stopped by"
-    assert line_text(step_line(step, 80)).rstrip() == "     24     32 ▓▓▓▓▓▓▓▓▓▒▚▚▚▚▚▚    4 +1 ~1 x1       20.0ms budget"
+    assert line_text(step_header(80)).rstrip() == "   step tokens budget   reqs +new ~res !pre xend   latency   since stopped by"
+    assert (
+        line_text(step_line(StepRow(step, 0.02), 80)).rstrip()
+        == "     24     32 ▓▓▓▓▒▚▚▚    4    1    1    ·    1    20.0ms  20.0ms budget"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- scrolling

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,7 +17,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import BindingType
 from textual.events import Resize
-from textual.filter import Monochrome, NoColor
 from textual.screen import Screen
 from textual.timer import Timer
 from textual.widgets import ContentSwitcher, Input
@@ -25,33 +25,39 @@ from textual.worker import Worker, WorkerError
 from aioengine.errors import AioEngineError
 from aioengine_tui.control import ControlActions
 from aioengine_tui.keymap import BINDINGS, COMMANDS
-from aioengine_tui.messages import FilterWanted, OpenRequest
+from aioengine_tui.messages import FilterWanted, OpenFrame, OpenPrefixTree, OpenRequest, SortWanted
 from aioengine_tui.model.state import DashboardState
 from aioengine_tui.screens.base import FilterView, View
 from aioengine_tui.screens.batch import BatchView
 from aioengine_tui.screens.blocks import BlocksView
+from aioengine_tui.screens.frame import FrameView
 from aioengine_tui.screens.help import HelpView
 from aioengine_tui.screens.log import LogView
 from aioengine_tui.screens.overview import OverviewView
+from aioengine_tui.screens.prefix import PrefixView
 from aioengine_tui.screens.request import RequestView
 from aioengine_tui.screens.step import StepView
+from aioengine_tui.screens.waterfall import WaterfallView
 from aioengine_tui.session import Session
-from aioengine_tui.table_file import ExportFormat, write_table
+from aioengine_tui.table_file import ExportFormat, table_text, without_foreign_fonts, write_new_file
+from aioengine_tui.terminals import driver_for_stdout
 from aioengine_tui.themes import THEME_NAMES, THEMES, Palette, textual_name
-from aioengine_tui.widgets.chrome import keys_line, replay_line, tabs_line, title_line, warnings_line
+from aioengine_tui.theming import set_up_theme
+from aioengine_tui.widgets.chrome import keys_line, tabs_line, title_line, warnings_line
 from aioengine_tui.widgets.line_view import LineView
+from aioengine_tui.widgets.replay_bar import replay_line
 from aioengine_tui.widgets.text import Part
 
 if TYPE_CHECKING:
     from aioengine.events.sources.base import StepSource
 
-TABS = ("overview", "step", "batch", "blocks", "log")
+TABS = ("overview", "step", "batch", "blocks", "log", "waterfall")
 REFRESH_RATES = (0.5, 1.0, 2.0, 4.0, 5.0, 10.0)
 """Pictures a second."""
 
 _MIN_WIDTH, _MIN_HEIGHT = 40, 10
 _NOTE_S = 6.0
-_COMMON_HINTS = (("?", "help"), ("1-5", "screens"), ("p", "pause"), ("t", "theme"), ("q", "quit"))
+_COMMON_HINTS = (("?", "help"), ("1-6", "screens"), ("p", "pause"), ("t", "theme"), ("q", "quit"))
 _REPLAY_HINTS = (("?", "help"), ("space", "play"), ("[ ]", "step"), ("{ }", "seek"), ("! X L", "jump"), ("+ -", "speed"), ("q", "quit"))
 
 
@@ -59,7 +65,7 @@ class DashboardApp(ControlActions, App[None]):
     """`aioengine top`.
 
     source: where the items come from; the app opens and closes it. refresh: pictures a second, at most 10.
-    theme: one of `THEME_NAMES`. folder: where exports and pictures go.
+    theme: one of `THEME_NAMES`. folder: where exports and pictures go. ascii_only: draw with the characters of ASCII.
     """
 
     TITLE = "aioengine top"
@@ -67,30 +73,24 @@ class DashboardApp(ControlActions, App[None]):
     ENABLE_COMMAND_PALETTE = True
     BINDINGS: ClassVar[list[BindingType]] = BINDINGS
 
-    def __init__(self, source: StepSource, *, theme: str = "dark", refresh: float = 4.0, folder: Path | None = None) -> None:
-        super().__init__()
+    def __init__(
+        self, source: StepSource, *, theme: str = "dark", refresh: float = 4.0, folder: Path | None = None, ascii_only: bool = False
+    ) -> None:
+        super().__init__(driver_class=driver_for_stdout())
         self.source = source
         self.session = Session(DashboardState())
         self.folder = folder if folder is not None else Path.cwd()
         self.refresh_rate = max(0.1, min(10.0, refresh))
-        self.palette = Palette(THEMES["dark"], no_color=self.no_color)
+        self.palette = Palette(THEMES["dark"], no_color=self.no_color, ascii_only=ascii_only)
+        self.ascii_only = ascii_only
         self.failure: str | None = None  # why the app ended by itself
         self.note = ""
         self._note_until = 0.0
         self._timer: Timer | None = None
         self._consumer: Worker[None] | None = None
-        self._back_to = "overview"
-        for own in THEMES.values():
-            self.register_theme(own)
-        if self.no_color:
-            # Textual 8.2.8 decides by the default theme how to drop colours. Under an ansi theme its monochrome filter
-            # then takes the terminal's default colours for black, both of them: black on black. Removing colours
-            # altogether is right under every theme, and leaves bold, reverse and underline.
-            self._filters = [line_filter for line_filter in self._filters if not isinstance(line_filter, Monochrome)]
-            if not any(isinstance(line_filter, NoColor) for line_filter in self._filters):
-                self._filters.append(NoColor())
-            theme = "ansi"
-        self.theme = textual_name(theme)
+        # Of an engine one asks first how it does, of a recording what happened.
+        self._first = self._back_to = "overview" if source.playback is None else "waterfall"
+        set_up_theme(self, theme)
         self._apply_palette()
 
     # ------------------------------------------------------------------ life
@@ -100,13 +100,16 @@ class DashboardApp(ControlActions, App[None]):
         yield LineView(palette, id="title")
         yield LineView(palette, id="tabs")
         yield LineView(palette, id="warnings")
-        with ContentSwitcher(id="views", initial="overview"):
+        with ContentSwitcher(id="views", initial=self._first):
             yield OverviewView(palette, session, id="overview")
             yield StepView(palette, session, id="step")
             yield BatchView(palette, session, id="batch")
             yield BlocksView(palette, session, id="blocks")
             yield LogView(palette, session, id="log")
+            yield WaterfallView(palette, session, id="waterfall")
             yield RequestView(palette, session, id="request")
+            yield FrameView(palette, session, id="frame")
+            yield PrefixView(palette, session, id="prefix")
             yield HelpView(palette, session, id="help")
         yield LineView(palette, id="replay")
         yield Input(id="entry", classes="off", compact=True)
@@ -168,12 +171,12 @@ class DashboardApp(ControlActions, App[None]):
             self.note = ""
         current = self.view.id or ""
         self._line("#title", title_line(state, self.source.address, width))
-        titles = [self.query_one(f"#{tab}", View).screen_title for tab in TABS]
-        self._line("#tabs", tabs_line(titles, TABS.index(current) if current in TABS else None, self.session.state, width))
+        tabs = [(tab, self.query_one(f"#{tab}", View).screen_title) for tab in TABS]
+        self._line("#tabs", tabs_line(tabs, current, self.session.state, width))
         warnings = warnings_line(self.session, width, note=self.note)
         self._line("#warnings", warnings)
         playback = self.source.playback
-        self._line("#replay", replay_line(state.status, state, width) if playback is not None else None)
+        self._line("#replay", replay_line(playback, state.status, state, width) if playback is not None else None)
         common = _REPLAY_HINTS if playback is not None else _COMMON_HINTS
         own = self.view.key_hints
         self._line("#keys", keys_line([*own[:4], *common, *own[4:]] if width >= 70 else [*common[:1], *own, *common[1:]], width))
@@ -185,7 +188,7 @@ class DashboardApp(ControlActions, App[None]):
             widget.show([line])
 
     def _apply_palette(self) -> None:
-        self.palette = Palette(self.current_theme, no_color=self.no_color)
+        self.palette = Palette(self.current_theme, no_color=self.no_color, ascii_only=self.ascii_only)
         if self.is_running:
             for widget in self.query(LineView):
                 widget.set_palette(self.palette)
@@ -210,6 +213,10 @@ class DashboardApp(ControlActions, App[None]):
         """Take the note away; the next picture is without it."""
         self.note, self._note_until = "", 0.0
 
+    def action_press(self, key: str) -> None:
+        """A key hint was clicked: as if the key had been pressed."""
+        self.simulate_key(key)
+
     # ------------------------------------------------------------------ screens
     def action_show(self, name: str) -> None:
         switcher = self.query_one("#views", ContentSwitcher)
@@ -226,15 +233,35 @@ class DashboardApp(ControlActions, App[None]):
         self.action_show(TABS[index % len(TABS)])
 
     def action_help(self) -> None:
+        if self.view.id != "help":
+            self.query_one(HelpView).explain_screen(self.view)
         self.action_show("help")
 
     def action_return(self) -> None:
         if self.view.id not in TABS:
             self.action_show(self._back_to)
 
+    def action_open_request(self, request_id: str) -> None:
+        """A request's name was clicked."""
+        self.post_message(OpenRequest(request_id))
+
     def on_open_request(self, message: OpenRequest) -> None:
         self.query_one(RequestView).open(message.request_id)
         self.action_show("request")
+
+    async def on_open_frame(self, message: OpenFrame) -> None:
+        """Of a recording any step can be gone back to; of an engine the latest ones are kept in full."""
+        state, playback = self.session.state, self.source.playback
+        if state.step(message.step_id) is None and playback is not None:
+            await self._do(playback.seek_step(message.step_id))
+        elif state.step(message.step_id) is None:
+            self.say(f"step {message.step_id} is no longer kept in full: the last {len(state.steps)} steps are")
+            return
+        self.query_one(FrameView).open(message.step_id)
+        self.action_show("frame")
+
+    def on_open_prefix_tree(self, message: OpenPrefixTree) -> None:
+        self.action_show("prefix")
 
     # ------------------------------------------------------------------ pause, speed, themes, files
     def action_pause(self) -> None:
@@ -266,26 +293,34 @@ class DashboardApp(ControlActions, App[None]):
         if table is None:
             self.say("there is nothing to save on this screen")
             return
-        try:
-            path = write_table(table, folder=self.folder, stem=self._file_stem(), form=form)
-        except OSError as exc:
-            self.say(f"cannot save to {self.folder}: {exc.strerror}")
-            return
-        self.say(f"{len(table.rows)} rows saved to {path}")
+        self._save(table_text(table, form), form, what=f"{len(table.rows)} rows")
 
     def action_picture(self) -> None:
+        self._save(self.export_screenshot(), "svg", what="picture")
+
+    def export_screenshot(self, *, title: str | None = None, simplify: bool = False) -> str:
+        """The screen as SVG."""
+        return without_foreign_fonts(super().export_screenshot(title=title, simplify=simplify))
+
+    def _save(self, text: str, suffix: str, *, what: str) -> None:
+        """To a new file here; in a browser's page to the browser, which is perhaps elsewhere."""
+        if self.is_web:
+            self.deliver_text(io.StringIO(text, newline=""), save_filename=f"{self._file_stem()}.{suffix}")
+            self.say(f"{what} sent to the browser")
+            return
         try:
-            path = self.save_screenshot(f"{self._file_stem()}.svg", str(self.folder))
+            path = write_new_file(text, folder=self.folder, stem=self._file_stem(), suffix=suffix)
         except OSError as exc:
             self.say(f"cannot save to {self.folder}: {exc.strerror}")
             return
-        self.say(f"picture saved to {path}")
+        self.say(f"{what} saved to {path}")
 
     def _file_stem(self) -> str:
         return f"aioengine-{self.view.id}-step{self.session.state.last_step_id}"
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
-        yield from super().get_system_commands(screen)
+        # Textual's Maximize would take away the lines that say STALE and PAUSED.
+        yield from (command for command in super().get_system_commands(screen) if command.title not in ("Maximize", "Minimize"))
         for title, text, action in COMMANDS:
             yield SystemCommand(title, text, lambda action=action: self.call_later(self.run_action, action))
 
@@ -297,3 +332,16 @@ class DashboardApp(ControlActions, App[None]):
         view = self.view
         if isinstance(view, FilterView):
             view.set_filter(text)
+
+    def on_sort_wanted(self, message: SortWanted) -> None:
+        self.open_entry("sort", "", f"sort by: {', '.join(message.names)}")
+
+    def sort_view(self, text: str) -> None:
+        view = self.view
+        if not isinstance(view, BatchView):
+            return
+        name = next((name for name in view.sort_names if name.startswith(text.lower())), None)
+        if name is None:
+            self.say(f"no column here begins with {text!r}")
+        elif name != view.sort:
+            view.action_sort_by(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections.abc import Awaitable
@@ -12,15 +13,19 @@ from textual.events import Key
 from textual.widgets import Input
 
 from aioengine.errors import AioEngineError
-from aioengine_tui.session import Session
+from aioengine_tui.messages import OpenRequest
+from aioengine_tui.session import Answer, Session
 
 if TYPE_CHECKING:
-    from aioengine.events.sources.base import StepSource
+    from aioengine.events.sources.base import EngineControl, StepSource
 
 SPEEDS = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 25.0, 100.0)
 _CONFIRM_S = 5.0
+_ANSWER_TOKENS = 256
+_ANSWER_INTERVAL_S = 0.25
+_MAX_ANSWERS = 16
 
-EntryMode = Literal["filter", "seek", "ask"]
+EntryMode = Literal["filter", "sort", "seek", "ask"]
 
 if TYPE_CHECKING:
     _Base = App[None]
@@ -35,6 +40,7 @@ class ControlActions(_Base):
     session: Session
     _entry_mode: EntryMode = "filter"
     _abort_armed: tuple[str, float] = ("", 0.0)
+    _pause_armed_until: float = 0.0
 
     def say(self, text: str) -> None:
         raise NotImplementedError
@@ -46,6 +52,9 @@ class ControlActions(_Base):
         raise NotImplementedError
 
     def filter_view(self, text: str) -> None:
+        raise NotImplementedError
+
+    def sort_view(self, text: str) -> None:
         raise NotImplementedError
 
     # ------------------------------------------------------------------ the playback
@@ -105,7 +114,19 @@ class ControlActions(_Base):
         if engine is None:
             self.say("this engine does not allow control")
         else:
-            await self._do(engine.resume() if self.session.live.paused else engine.pause())
+            await self._pause_or_resume(engine)
+
+    async def _pause_or_resume(self, engine: EngineControl) -> None:
+        """Pausing stops everybody's requests, one shift away from pausing the view: it is asked for twice."""
+        if self.session.live.paused:
+            await self._do(engine.resume())
+        elif time.monotonic() > self._pause_armed_until:
+            self._pause_armed_until = time.monotonic() + _CONFIRM_S
+            self.say("P again pauses the engine itself, for everybody (p pauses only this view)")
+        else:
+            self._pause_armed_until = 0.0
+            if await self._do(engine.pause()) is not None:
+                self.say("the engine is paused: P resumes it, . runs one step")
 
     async def action_engine_step(self) -> None:
         engine = self.source.engine
@@ -143,10 +164,26 @@ class ControlActions(_Base):
     async def _ask(self, text: str) -> None:
         engine = self.source.engine
         assert engine is not None, "the entry is only opened with an engine"
-        request_id = await self._do(engine.submit(text))
-        if request_id is not None:
-            self.session.selected = str(request_id)
-            self.say(f"sent as {request_id}")
+        request_id = await self._do(engine.submit(text, max_tokens=_ANSWER_TOKENS, chat=True))
+        if request_id is None:
+            return
+        answers = self.session.answers
+        answers[request_id] = Answer(text)
+        while len(answers) > _MAX_ANSWERS:
+            del answers[next(iter(answers))]
+        self.say(f"sent as {request_id}")
+        self.post_message(OpenRequest(request_id))
+        self.run_worker(self._read_answer(engine, request_id), name="answer")
+
+    async def _read_answer(self, engine: EngineControl, request_id: str) -> None:
+        """Ask for the text until it has ended: the page of the request shows it."""
+        answer = self.session.answers[request_id]
+        while not answer.has_ended:
+            found = await self._do(engine.read(request_id))
+            if not isinstance(found, tuple):
+                return  # said in a note, or too long ago
+            answer.text, answer.has_ended = found
+            await asyncio.sleep(_ANSWER_INTERVAL_S)
 
     async def _do(self, action: Awaitable[Any]) -> Any:
         """Await it; None and a note on the screen if it fails. True for an action without a result.
@@ -186,6 +223,8 @@ class ControlActions(_Base):
         self.close_entry()
         if mode == "filter":
             self.filter_view(text)
+        elif text and mode == "sort":
+            self.sort_view(text)
         elif text and mode == "seek":
             await self._seek(text)
         elif text:

@@ -10,6 +10,7 @@ BINDINGS: list[BindingType] = [
     Binding("3", "show('batch')", "batch", show=False),
     Binding("4", "show('blocks')", "KV blocks", show=False),
     Binding("5", "show('log')", "log", show=False),
+    Binding("6,w", "show('waterfall')", "waterfall", show=False),
     Binding("question_mark,h,f1", "help", "help", show=False),
     Binding("escape", "return", "back", show=False),
     Binding("p,space", "pause", "pause the view, or play and pause a recording", show=False),
@@ -35,12 +36,21 @@ BINDINGS: list[BindingType] = [
     Binding("q", "quit", "quit", show=False),
 ]
 
+TOUR_BINDINGS: list[BindingType] = [
+    Binding("n", "scene(1)", "next scene", show=False, priority=True),
+    Binding("b", "scene(-1)", "scene before", show=False, priority=True),
+    Binding("r", "replay_scene", "this scene again", show=False, priority=True),
+]
+
 COMMANDS: tuple[tuple[str, str, str], ...] = (
     ("Overview", "The engine at a glance", "show('overview')"),
     ("Step", "One step in full, and the timeline", "show('step')"),
     ("Batch", "A row per request", "show('batch')"),
     ("KV blocks", "Every block a cell", "show('blocks')"),
     ("Log", "What happened, in words", "show('log')"),
+    ("Frame", "One step field by field, and what the worker does with it", "show('frame')"),
+    ("Prefix tree", "Which prefixes the KV cache holds", "show('prefix')"),
+    ("Waterfall", "A row per request, a column per step", "show('waterfall')"),
     ("Pause view", "Freeze the screen; events are still taken in (in a recording: play or pause)", "pause"),
     ("Export CSV", "Save what the screen shows as CSV", "export('csv')"),
     ("Export JSON", "Save what the screen shows as JSON", "export('json')"),

@@ -13,13 +13,16 @@ class OpenRequest(Message):
         self.request_id = request_id
 
 
-class Saved(Message):
-    """A file was written, or could not be."""
+class OpenFrame(Message):
+    """Show a step in full: what was sent, and what the worker makes of it."""
 
-    def __init__(self, text: str, *, failed: bool = False) -> None:
+    def __init__(self, step_id: int) -> None:
         super().__init__()
-        self.text = text
-        self.failed = failed
+        self.step_id = step_id
+
+
+class OpenPrefixTree(Message):
+    """Show which prefixes the KV cache holds."""
 
 
 class FilterWanted(Message):
@@ -28,3 +31,11 @@ class FilterWanted(Message):
     def __init__(self, current: str) -> None:
         super().__init__()
         self.current = current
+
+
+class SortWanted(Message):
+    """The user wants to type the name of a column to sort by."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.names = names

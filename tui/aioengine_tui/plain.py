@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from aioengine.printable import printable
 from aioengine_tui.model.state import DashboardState, RequestRow
+from aioengine_tui.model.why.words import advice_line
 
 _GLYPHS = {"waiting": "w", "running": "r", "preempted": "p", "cleaning_up": "c", "finished": "f"}
 
 
 def render_plain(state: DashboardState, *, width: int = 80, max_requests: int = 20) -> str:
     """Lines of at most `width` characters, without control sequences; a line that was cut ends in "…"."""
-    lines = [printable(line) for line in (*_summary(state), "", *_step(state), "", *_requests(state, max_requests))]
+    lines = [printable(line) for line in (*_summary(state), *_advice(state, width), "", *_step(state), "", *_requests(state, max_requests))]
     return "\n".join(line if len(line) <= width else line[: width - 1] + "…" for line in lines) + "\n"
 
 
@@ -32,6 +35,11 @@ def _summary(state: DashboardState) -> list[str]:
         f"TTFT p50 {_seconds(gauges.ttft_p50)} p95 {_seconds(gauges.ttft_p95)}  ITL p50 {_seconds(gauges.itl_p50)} "
         f"p95 {_seconds(gauges.itl_p95)}",
     ]
+
+
+def _advice(state: DashboardState, width: int) -> list[str]:
+    words = advice_line(state)
+    return [] if words is None else textwrap.wrap(f"advice: {words}", width)
 
 
 def _step(state: DashboardState) -> list[str]:

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from aioengine_tui.model.owner_marks import OwnerMarks
 from aioengine_tui.model.state import DashboardState
+
+
+@dataclass(slots=True)
+class Answer:
+    """A prompt that was sent from here, and what came of it; events show neither unless the engine publishes texts."""
+
+    prompt: str
+    text: str = ""
+    has_ended: bool = False
 
 
 class Session:
@@ -12,6 +24,8 @@ class Session:
         self.live = live
         self._frozen: DashboardState | None = None
         self.selected: str | None = None  # a request id
+        self.answers: dict[str, Answer] = {}  # by request id: prompts sent from here, the latest
+        self.owner_marks = OwnerMarks()  # the colours and letters of requests, alike on every screen
 
     @property
     def state(self) -> DashboardState:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from rich.style import Style
 from textual.theme import Theme
 
+from aioengine_tui.model.owner_marks import NUM_OWNER_COLOURS
+
 
 @dataclass(frozen=True, slots=True)
 class Colors:
@@ -90,16 +92,28 @@ def textual_name(name: str) -> str:
 class Palette:
     """The style of each role under one theme. Made when the theme changes, and shared by all widgets."""
 
-    def __init__(self, theme: Theme, *, no_color: bool = False) -> None:
-        """`no_color`: attributes only (bold, reverse, underline), no colours at all."""
+    def __init__(self, theme: Theme, *, no_color: bool = False, ascii_only: bool = False) -> None:
+        """no_color: attributes only (bold, reverse, underline), no colours at all. ascii_only: the terminal knows no other signs."""
+        self.ascii_only = ascii_only
         if no_color:
             self._styles = _attribute_styles()
+            self._cursor = Style(reverse=False, bold=True, underline=True)
             return
         fallback = _ANSI if theme.ansi else _DARK if theme.dark else _LIGHT
-        self._styles = _styles(_COLORS.get(theme.name, fallback))
+        colors = _COLORS.get(theme.name, fallback)
+        self._styles = _styles(colors)
+        # On a cell that has a colour of its own, a reversed one would look like a cell of nobody.
+        is_default = colors.text == "default"
+        self._cursor = (
+            Style(color="black", bgcolor="white", bold=True)
+            if is_default
+            else Style(color=theme.background, bgcolor=colors.text, bold=True)
+        )
 
     def __getitem__(self, role: str) -> Style:
-        """Raises KeyError for a role that no palette has."""
+        """Raises KeyError for a role that no palette has. `^` behind a role: the same under the cursor."""
+        if role.endswith("^"):
+            return self._styles[role[:-1]] + self._cursor
         return self._styles[role]
 
     @property
@@ -123,12 +137,69 @@ def _styles(colors: Colors) -> dict[str, Style]:
     bold = {
         "title": Style(color=colors.accent, bold=True), "value": Style(color=colors.text, bold=True),
         "key": Style(color=colors.accent, bold=True), "header": Style(color=colors.muted, underline=True),
+        "header_on": Style(color=colors.accent, underline=True, bold=True),
         "alert": Style(color=colors.bad, bold=True), "stale": Style(color=colors.warn, italic=True),
         "block_allocated": Style(color=colors.good, bold=True), "block_released": Style(color=colors.bad, bold=True),
         "block_lit": Style(color=colors.warn, bold=True),
         "tab_on": Style(color=colors.accent, bold=True, reverse=True), "cursor": Style(reverse=True),
     }  # fmt: skip
-    return {**plain, **dim, **bold}
+    return {**plain, **dim, **bold, **_owner_styles(colors)}
+
+
+def _owner_styles(colors: Colors) -> dict[str, Style]:
+    """owner_N: the ground of a cell; owner_N_ink: the same colour as ink. block_mixed, place: cells of several owners, and of none."""
+    own = _OWNER_COLOURS.get(colors.text, _OWNER_COLOURS["default"])
+    text = "black" if colors.text == "default" else _OWNER_TEXT.get(colors.text, "#14181f")
+    styles = {"block_mixed": Style(color=colors.muted), "place": Style(color=colors.warn)}
+    for index, colour in enumerate(own):
+        styles[f"owner_{index}"] = Style(color=text, bgcolor=colour)
+        styles[f"owner_{index}_ink"] = Style(color=colour)
+    return styles
+
+
+# Twelve colours by the text colour of the palette: light ones on dark ground, dark ones on light ground; neighbours differ in lightness.
+_BRIGHT = (
+    "#5aa9e6", "#ebcb8b", "#a3be8c", "#d08770", "#c39ac9", "#7fd1c7", "#f28ba8", "#9fb4d9", "#d7d36b", "#e0a458", "#8fd17f", "#b0a1f5",
+)  # fmt: skip
+_DEEP = (
+    "#1565c0", "#8a5a00", "#2f7d32", "#b5460f", "#7b1fa2", "#00707a", "#ad1457", "#455a80", "#6b6500", "#9c5700", "#3c6e1f", "#5336b8",
+)  # fmt: skip
+_TERMINAL = (
+    "cyan",
+    "yellow",
+    "green",
+    "magenta",
+    "blue",
+    "red",
+    "bright_cyan",
+    "bright_yellow",
+    "bright_green",
+    "bright_magenta",
+    "bright_blue",
+    "bright_red",
+)
+_OKABE_ITO = (
+    "#56b4e9",
+    "#e69f00",
+    "#009e73",
+    "#f0e442",
+    "#cc79a7",
+    "#d55e00",
+    "#7fb2ff",
+    "#ffc966",
+    "#4fd6ae",
+    "#fff6a0",
+    "#e8b3d2",
+    "#ff9a5c",
+)
+_OWNER_COLOURS = {
+    "default": _TERMINAL,
+    _LIGHT.text: _DEEP,
+    _COLOUR_BLIND.text: _OKABE_ITO,
+    _DARK.text: _BRIGHT,
+    _HIGH_CONTRAST.text: _BRIGHT,
+}
+_OWNER_TEXT = {_LIGHT.text: "#ffffff"}
 
 
 def _attribute_styles() -> dict[str, Style]:
@@ -140,7 +211,12 @@ def _attribute_styles() -> dict[str, Style]:
     for role in ("title", "value", "key", "bad", "alert", "warn", "preempted", "aborted", "block_allocated", "block_released"):
         styles[role] = bold
     styles["header"] = Style(underline=True)
+    styles["header_on"] = Style(underline=True, bold=True)
     styles["stale"] = Style(italic=True)
     styles["cursor"] = styles["tab_on"] = Style(reverse=True)
     styles["block_lit"] = Style(bold=True, underline=True)
+    styles["block_mixed"] = styles["place"] = plain
+    for index in range(NUM_OWNER_COLOURS):  # the letters tell owners apart; the ground, how far a block is filled
+        styles[f"owner_{index}"] = Style(reverse=True)
+        styles[f"owner_{index}_ink"] = plain
     return styles

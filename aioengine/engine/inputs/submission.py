@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from aioengine.engine.inputs.parallel_sampling import child_id, child_params
@@ -12,6 +13,8 @@ from aioengine.engine.outputs.output_processor import OutputProcessor
 from aioengine.engine.processed_input import ProcessedInput
 from aioengine.errors import AioEngineError, InvalidRequestError
 from aioengine.request import Request, RequestStatus
+
+_MAX_UNATTENDED = 16
 
 
 class Submitter:
@@ -25,6 +28,7 @@ class Submitter:
         self._output = output
         self._publish_text = publish_text
         self._numbers = itertools.count(1)
+        self._unattended: OrderedDict[str, OutputCollector] = OrderedDict()  # by scheduled id, the latest
 
     def check_request_id_is_free(self, request_id: str | None) -> None:
         """Raise InvalidRequestError if a live request has this name."""
@@ -83,6 +87,20 @@ class Submitter:
             # A tokenizer that cannot decode the end of the prompt, or a grammar that cannot start: it is this request's.
             raise InvalidRequestError(f"the request cannot be started: {type(exc).__name__}: {exc}") from exc
         return collector
+
+    def submit_unattended(self, processed: ProcessedInput, *, arrival_time: float) -> str:
+        """As `submit`, for a request that nobody awaits; returns the id that events show. The latest can be read for a while."""
+        collector = self.submit(processed, request_id=None, arrival_time=arrival_time, final_only=True)
+        scheduled_id = self.scheduled_ids(collector.request_id)[0]
+        self._unattended[scheduled_id] = collector
+        while len(self._unattended) > _MAX_UNATTENDED:
+            self._unattended.popitem(last=False)
+        return scheduled_id
+
+    def read_unattended(self, scheduled_id: str) -> tuple[str, bool] | None:
+        """(text so far, whether it has ended) of one of the latest of `submit_unattended`."""
+        collector = self._unattended.get(scheduled_id)
+        return None if collector is None else (collector.read_text(), collector.finished)
 
     def _new_scheduled_ids(self, user_id: str, num_ids: int) -> Sequence[str]:
         names = [user_id] if num_ids == 1 else [child_id(user_id, index) for index in range(num_ids)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from aioengine.engine.loop.request_times import RequestSchedule
@@ -58,6 +58,7 @@ class OutputCollector:
         "_metrics",
         "_num_cached_tokens",
         "_num_running",
+        "_on_ready",
         "_output_kind",
         "_prompt",
         "_prompt_logprobs",
@@ -91,6 +92,7 @@ class OutputCollector:
         self._error: BaseException | None = None
         self.is_ready = False  # `take_now()` has something new to return, or the end, or an error
         self._waiter: asyncio.Future[None] | None = None
+        self._on_ready: Callable[[], None] | None = None
 
     # ------------------------------------------------------------------ the engine's side
     def push(self, index: int, piece: str, token_ids: Sequence[int], *, logprobs: Sequence[TokenLogprobs] | None = None) -> None:
@@ -162,7 +164,15 @@ class OutputCollector:
         """All continuations have ended."""
         return self._num_running == 0
 
+    def read_text(self) -> str:
+        """What the first continuation says so far; it stays here. Not for DELTA, where what was taken is forgotten."""
+        return "".join(self._completions[0].history.pieces)
+
     def _wake_up(self) -> None:
+        if self._on_ready is not None and not self.is_ready:
+            self.is_ready = True
+            self._on_ready()
+            return
         self.is_ready = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -182,6 +192,12 @@ class OutputCollector:
         # A bare future: asyncio.Event would cost a coroutine and a queue more for every output.
         self._waiter = asyncio.get_running_loop().create_future()
         return self._waiter
+
+    def call_when_ready(self, on_ready: Callable[[], None]) -> None:
+        """Instead of `wait()`: call `on_ready` each time that `is_ready` becomes true, from within the engine's step."""
+        self._on_ready = on_ready
+        if self.is_ready:
+            on_ready()
 
     def take_now(self) -> RequestOutput:
         """As `take()`, without waiting; what is there has to be ready."""

@@ -122,7 +122,8 @@ class OutputStream(AsyncIterator[RequestOutput]):
 
     What was aborted in one of these ways, but for `aclose()`, can still be read to its end: an output with the finish_reason
     "abort", or an AioEngineError if its prompt was still being prepared. One reader at a time: a second `anext()` while one
-    waits raises AioEngineError.
+    waits raises AioEngineError. `call_when_ready()` and `take_ready()` are for programs that serve many streams and want
+    no task to be woken for each output.
     """
 
     __slots__ = (
@@ -205,6 +206,13 @@ class OutputStream(AsyncIterator[RequestOutput]):
         return self._collector
 
     def _take(self, collector: OutputCollector) -> RequestOutput:
+        output = self._take_now(collector)
+        if self._reader is None and not self._is_over:
+            task = asyncio.current_task()
+            self._reader = None if task is None else weakref.ref(task)
+        return output
+
+    def _take_now(self, collector: OutputCollector) -> RequestOutput:
         submission = self._submission
         assert submission is not None
         if submission.deadline.expired:
@@ -212,10 +220,41 @@ class OutputStream(AsyncIterator[RequestOutput]):
         output = collector.take_now()
         if collector.finished:
             self._end()
-        elif self._reader is None:
-            task = asyncio.current_task()
-            self._reader = None if task is None else weakref.ref(task)
         return output
+
+    # ------------------------------------------------------------------ being told, instead of waiting
+    def call_when_ready(self, on_ready: Callable[[], None]) -> None:
+        """From now on `on_ready` is called when `take_ready()` has something to return, once until that is called, and nobody
+        waits. It is called from within the engine's step: it makes a note, and leaves the taking to a later turn of the loop.
+
+        A task that is woken for each output costs more than the output. The first output is waited for with `anext()`, which
+        submits the request. Raises AioEngineError before that, and in another event loop. A stream that has ended calls nobody.
+        """
+        if not self._is_over:
+            self._begun("call_when_ready()").call_when_ready(on_ready)
+
+    def take_ready(self) -> RequestOutput | None:
+        """What has come, without waiting; None if there is nothing new, or nothing follows. Raises what `anext()` raises, and
+        AioEngineError before the first output was read.
+        """
+        if self._is_over:
+            return None
+        collector = self._begun("take_ready()")
+        if not collector.is_ready:
+            return None
+        try:
+            return self._take_now(collector)
+        except BaseException:
+            self._end()
+            raise
+
+    def _begun(self, call: str) -> OutputCollector:
+        loop, collector = running_loop(), self._collector
+        if self._loop is not None and loop is not self._loop:
+            raise wrong_loop(self._loop, loop, f"{call} of a stream")
+        if collector is None or self._is_read:
+            raise AioEngineError(f"{call} needs a stream whose first output was read, and which nobody is reading")
+        return collector
 
     def _end(self) -> None:
         """Nothing follows."""

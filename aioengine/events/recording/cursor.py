@@ -15,11 +15,17 @@ _FIRST_INTERVAL = 256  # events between two states that are kept; doubled whenev
 _MAX_CHECKPOINTS = 24
 _NUM_NEAR = 8  # further ones, close to the place that was last gone to
 _NEAR_INTERVAL = 32
-_MAX_FOLDED = 8192  # events that a seek folds rather than lose what was before a snapshot: two seconds for 256 requests
+_MAX_FOLDED = 256  # events that a seek folds rather than lose what was before a snapshot: 0.1 s for 256 requests
+HISTORY_EVENTS = 8192
+"""So many before a place tell its history: what graphs and lists show. Some two seconds of folding for 256 requests."""
 
 
 class Foldable(Protocol):
     """A state that events can be folded into, and that can be put aside."""
+
+    @property
+    def num_events(self) -> int:
+        """Folded into it."""
 
     def apply(self, item: WireHeader | Event, /) -> None: ...
 
@@ -38,11 +44,14 @@ class RecordingCursor(Generic[S]):
     file. Raises WireError if the file is no recording.
 
     whole_history: a seek always folds all that was before its target. Otherwise a far one begins at the nearest snapshot of
-    the engine in the recording, and what was before that is missing in the state.
+    the engine in the recording, and what was before that is missing in the state (`lacks_history`). index: of another cursor in
+    the same file.
     """
 
-    def __init__(self, path: str | Path, *, make_state: Callable[[], S], whole_history: bool = False) -> None:
-        self.index = RecordingIndex(path)
+    def __init__(
+        self, path: str | Path, *, make_state: Callable[[], S], whole_history: bool = False, index: RecordingIndex | None = None
+    ) -> None:
+        self.index = RecordingIndex(path) if index is None else index
         self.position = 0  # events read
         self.last_time: float | None = None  # of the latest event that was read
         self._make_state = make_state
@@ -62,6 +71,11 @@ class RecordingCursor(Generic[S]):
 
     def close(self) -> None:
         self._file.close()
+
+    @property
+    def offset(self) -> int:
+        """Bytes of the file before the present place."""
+        return self._file.tell() - len(self._next_line)
 
     # ------------------------------------------------------------------ forward
     def next_event(self) -> Event | None:
@@ -116,17 +130,29 @@ class RecordingCursor(Generic[S]):
         assert self._state_position == self.position, "seek() comes first"
         return self._state
 
+    @property
+    def lacks_history(self) -> bool:
+        """After a seek: the state knows less of what was before than `HISTORY_EVENTS` events would tell."""
+        return self.state.num_events < min(self.position, HISTORY_EVENTS)
+
+    def adopt(self, state: S) -> None:
+        """Another state of the present place, which knows more and which nobody else may hold."""
+        self._state, self._state_position = state, self.position
+
     def seek(self, position: int) -> None:
         """Go to a place. Takes as long as folding from the nearest state that is kept."""
         for _ in self.seek_in_parts(position):
             pass
 
-    def seek_in_parts(self, position: int, *, part: int = 32) -> Iterator[int]:
-        """As `seek`, but gives way every `part` events, so that a caller in an event loop can let others run."""
+    def seek_in_parts(self, position: int, *, part: int = 32, history: int = 0) -> Iterator[int]:
+        """As `seek`, but gives way every `part` events, so that a caller in an event loop can let others run.
+
+        history: begin so many events before the place, or earlier.
+        """
         while position > self.index.num_events and not self.index.scan(budget_s=0.01):
             yield self.position
         position = max(0, min(position, self.index.num_events))
-        self._go_to_base_of(position)
+        self._go_to_base_of(position, history)
         while self.position < position:
             event = self.next_event()
             if event is None:
@@ -140,12 +166,16 @@ class RecordingCursor(Generic[S]):
             if self.position % part == 0:
                 yield self.position
 
-    def _go_to_base_of(self, position: int) -> None:
-        """Go to the nearest place before a position of which there is a state, or, if that is far, to a snapshot."""
-        kept = [*self._checkpoints.items(), *self._near, (self._state_position, self._state)]
-        place, state = max(((p, s) for p, s in kept if p <= position), key=lambda entry: entry[0], default=(0, None))
+    def _go_to_base_of(self, position: int, history: int) -> None:
+        """Go to the nearest place before a position of which there is a state that knows enough, or else to a snapshot."""
+        kept = [
+            (place, state)
+            for place, state in (*self._checkpoints.items(), *self._near, (self._state_position, self._state))
+            if place <= position and (state.num_events >= place or state.num_events + position - place >= history)
+        ]
+        place, state = max(kept, key=lambda entry: entry[0], default=(0, None))
         if position - place > _MAX_FOLDED and not self._whole_history:
-            snapshot = self.index.latest_snapshot(position)
+            snapshot = self.index.latest_snapshot(max(0, position - history))
             if snapshot is not None and snapshot > place:
                 place, state = snapshot, None
         if state is not self._state:

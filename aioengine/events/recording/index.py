@@ -9,6 +9,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from heapq import heappush, heapreplace
 from io import BufferedReader
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -22,12 +23,14 @@ STRIDE = 64
 
 _NUM_SLOWEST = 16
 _NUM_OPEN_STEPS = 64
+_BLOCK_BYTES = 256 << 10
+_MAX_DIGITS = 32
 # The lines begin like this because the fields are written in the order of the dataclasses. Quotes inside a JSON string are
 # escaped, so none of the patterns can match within a text. A request's name or a JSON schema's property can be a key, though,
 # and then look like one of these fields: such keys come before them, so the last match counts.
 _HEAD = re.compile(rb'\{"type":"(step|result|snapshot)","step_id":(\d{1,18}),"time":([-+.\deE]+),')
-_SCHEDULE_START = re.compile(rb'.*,"schedule_start":([-+.\deE]+),')
-_UPDATE_END = re.compile(rb'.*,"update_end":([-+.\deE]+),')
+_SCHEDULE_START = b',"schedule_start":'
+_UPDATE_END = b',"update_end":'
 _PREEMPTED = b',"preempted_req_ids":['
 _FINISHED = b',"finished":['
 _ABORTED = b',"finish_reason":"abort","num_output_tokens":'
@@ -71,13 +74,17 @@ class RecordingIndex:
         A torn last line is left for the next call: the file may still be growing.
         """
         deadline = None if budget_s is None else time.perf_counter() + budget_s
+        rest = b""  # the beginning of a line whose end has not been read
         with self.path.open("rb") as file:
             file.seek(self._end_offset)
-            for count, line in enumerate(file, start=1):
-                if not line.endswith(b"\n"):
-                    break
-                self._add(line)
-                if deadline is not None and count % 32 == 0 and time.perf_counter() > deadline:
+            while block := file.read(max(_BLOCK_BYTES, len(rest))):
+                data = rest + block if rest else block
+                start = 0
+                while (end := data.find(b"\n", start) + 1) > 0:
+                    self._add(data, start, end)
+                    start = end
+                rest = data[start:]
+                if deadline is not None and time.perf_counter() > deadline:
                     self.is_complete = False
                     return False
         self.is_complete = True
@@ -88,49 +95,63 @@ class RecordingIndex:
         while not self.scan(budget_s=budget_s):
             yield self.num_events
 
-    def _add(self, line: bytes) -> None:
+    def _add(self, data: bytes, start: int, end: int) -> None:
+        """One line of the data."""
         position, offset = self.num_events, self._end_offset
-        self._end_offset += len(line)
+        self._end_offset += end - start
         self.num_events += 1
-        head = _HEAD.match(line)
+        head = _HEAD.match(data, start, end)
         if head is not None:
             tag, step_id, event_time = head[1], int(head[2]), float(head[3])
-            self.last_time = max(self.last_time, event_time)
+            if event_time > self.last_time:
+                self.last_time = event_time
             if position == 0:
                 self.first_time = event_time
             if tag == b"step":
-                self._add_step(line, step_id, position + 1)
+                self._add_step(data, start, end, step_id, position + 1)
             elif tag == b"result":
-                self._add_result(line, step_id)
+                self._add_result(data, start, end, step_id, position + 1)
             else:
                 self._snapshots.append(position)
-            if tag != b"snapshot" and _ABORTED in line and line.find(_ABORTED, line.rfind(_FINISHED)) >= 0:
-                self._aborts.append(position + 1)
         if position % STRIDE == 0:
             self._offsets.append(offset)
             self._times.append(self.last_time)
             self._step_ids.append(self._latest_step_id)
 
-    def _add_step(self, line: bytes, step_id: int, position: int) -> None:
+    def _add_step(self, data: bytes, start: int, end: int, step_id: int, position: int) -> None:
         self._latest_step_id = step_id
-        place = line.rfind(_PREEMPTED)
-        if place >= 0 and not line.startswith(b"]", place + len(_PREEMPTED)):
-            self._preemptions.append(position)
-        start = _SCHEDULE_START.match(line)
-        if start is not None:
-            self._open_steps[step_id] = (float(start[1]), position)
-            if len(self._open_steps) > _NUM_OPEN_STEPS:
-                del self._open_steps[next(iter(self._open_steps))]
-
-    def _add_result(self, line: bytes, step_id: int) -> None:
-        started, end = self._open_steps.pop(step_id, None), _UPDATE_END.match(line)
-        if started is None or end is None:
+        # From the end, each from where the last one was found: the batch, which is long, stands before them.
+        end = data.rfind(_SCHEDULE_START, start, self._note_aborts(data, start, end, position))
+        started = _number_at(data, end + len(_SCHEDULE_START)) if end >= 0 else None
+        if started is None:
             return
-        entry = (float(end[1]) - started[0], started[1])
+        self._open_steps[step_id] = (started, position)
+        if len(self._open_steps) > _NUM_OPEN_STEPS:
+            del self._open_steps[next(iter(self._open_steps))]
+        place = data.rfind(_PREEMPTED, start, end)
+        if place >= 0 and not data.startswith(b"]", place + len(_PREEMPTED)):
+            self._preemptions.append(position)
+
+    def _add_result(self, data: bytes, start: int, end: int, step_id: int, position: int) -> None:
+        place = data.rfind(_UPDATE_END, start, self._note_aborts(data, start, end, position))
+        started = self._open_steps.pop(step_id, None)
+        ended = _number_at(data, place + len(_UPDATE_END)) if place >= 0 else None
+        if started is None or ended is None:
+            return
+        entry = (ended - started[0], started[1])
         if len(self._slowest) < _NUM_SLOWEST:
             heappush(self._slowest, entry)
         elif entry > self._slowest[0]:
             heapreplace(self._slowest, entry)
+
+    def _note_aborts(self, data: bytes, start: int, end: int, position: int) -> int:
+        """Returns where the requests that ended are told: the fields that are looked for stand before it."""
+        place = data.rfind(_FINISHED, start, end)
+        if place < 0:
+            return end
+        if not data.startswith(b"]", place + len(_FINISHED)) and data.find(_ABORTED, place, end) >= 0:
+            self._aborts.append(position)
+        return place
 
     # ------------------------------------------------------------------ finding
     def seek(self, file: BufferedReader, position: int) -> None:
@@ -195,9 +216,19 @@ class RecordingIndex:
             rank = ranked.index(position) if position in ranked else -1
             following = rank - 1 if backwards else rank + 1
             return ranked[following % len(ranked)]
-        places = self._preemptions if kind == "preemption" else self._aborts
+        places = self._places(kind)
         index = bisect_left(places, position) - 1 if backwards else bisect_right(places, position)
         return places[index] if 0 <= index < len(places) else None
+
+    def marks(self, kind: Landmark, num_cells: int) -> list[bool]:
+        """Whether each of so many equal parts of the recording, as far as scanned, has a place of that kind."""
+        places = sorted(place for _, place in self._slowest) if kind == "slowest" else self._places(kind)
+        bounds = [round(self.num_events * cell / num_cells) for cell in range(num_cells + 1)]
+        indexes = [bisect_right(places, bound) for bound in bounds]
+        return [first < last for first, last in pairwise(indexes)]
+
+    def _places(self, kind: Landmark) -> array[int]:
+        return self._preemptions if kind == "preemption" else self._aborts
 
     def _heads(self, start: int, end: int | None = None) -> Iterator[tuple[int, bytes, int, float]]:
         """(position, type, step id, time) of the events from `start` on."""
@@ -210,3 +241,11 @@ class RecordingIndex:
                 head = _HEAD.match(file.readline())
                 if head is not None:
                     yield position, head[1], int(head[2]), float(head[3])
+
+
+def _number_at(data: bytes, start: int) -> float | None:
+    """None if there is none."""
+    try:
+        return float(data[start : data.index(b",", start, start + _MAX_DIGITS)])
+    except ValueError:
+        return None

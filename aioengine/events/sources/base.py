@@ -80,8 +80,11 @@ class EngineControl(Protocol):
     async def abort(self, request_id: str) -> bool:
         """End a request, named as the events name it; False if it is not live."""
 
-    async def submit(self, prompt: str, *, max_tokens: int = 64, temperature: float = 0.0) -> str:
-        """Start a request whose output only the events show; returns its id."""
+    async def submit(self, prompt: str, *, max_tokens: int = 64, temperature: float = 0.0, chat: bool = False) -> str:
+        """Start a request that nobody awaits; returns its id. chat: as a user's message, where the model has a chat template."""
+
+    async def read(self, request_id: str) -> tuple[str, bool] | None:
+        """(text so far, whether it has ended) of a request of `submit()`; None if it is not one of the latest."""
 
 
 class PlaybackControl(Protocol):
@@ -136,6 +139,9 @@ class PlaybackControl(Protocol):
 
     async def jump(self, kind: Landmark, *, backwards: bool = False) -> bool:
         """Pause at the next preemption or abort, or at the slowest step (again: the next slowest); False if there is none."""
+
+    def marks(self, kind: Landmark, num_cells: int) -> list[bool]:
+        """Whether each of so many equal parts of the recording, as far as found, has a place of that kind."""
 
 
 # ---------------------------------------------------------------------------------------------------- the source

@@ -7,10 +7,11 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from aioengine.events.recording.cursor import Foldable, RecordingCursor
+from aioengine.events.recording.cursor import HISTORY_EVENTS, Foldable, RecordingCursor
 from aioengine.events.recording.index import LANDMARKS, Landmark, RecordingIndex
 from aioengine.events.sources.base import CopyWanted, ItemStream, PlaybackControl, Restored, SourceStatus, StreamItem
 from aioengine.events.wire import WireError
@@ -20,6 +21,7 @@ _MAX_WAIT_S = 2.0  # longer silences are cut short
 _STATUS_INTERVAL_S = 0.2
 _MIN_WAIT_S = 0.04  # waking up is not free, and no viewer draws more often than ten times a second
 _SCAN_BUDGET_S = 0.01
+_MAX_CATCHING_UP = 8
 
 
 class _Place(NamedTuple):
@@ -49,6 +51,7 @@ class FileSource(ItemStream):
         self._arriving: _Place | None = None  # of the state of a jump that waits to be handed out
         self._shown = _Place(0, None)  # of the latest item that was handed out
         self._scanning: asyncio.Task[None] | None = None
+        self._filling: asyncio.Task[None] | None = None
         self._closed = False
         self._failed = False
         # The playing clock: the engine's time `_anchor_engine` is shown at our time `_anchor`.
@@ -86,9 +89,11 @@ class FileSource(ItemStream):
     async def close(self) -> None:
         self._closed = True
         self._wake_up.set()
-        if self._scanning is not None:
-            self._scanning.cancel()
-            await asyncio.wait([self._scanning])
+        tasks = [task for task in (self._scanning, self._filling) if task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
         if self._cursor is not None:
             self._cursor.close()
 
@@ -164,7 +169,7 @@ class FileSource(ItemStream):
         index = self._opened.index
         while not self._closed:
             done = index.scan(budget_s=_SCAN_BUDGET_S)
-            await asyncio.sleep(1.0 if done else _SCAN_BUDGET_S)  # half of the time at most; and the file may grow
+            await asyncio.sleep(1.0 if done else 0)  # the file may grow
 
     # ------------------------------------------------------------------ PlaybackControl
     @property
@@ -234,6 +239,8 @@ class FileSource(ItemStream):
     async def _seek(self, find: Callable[[RecordingIndex, int], int | None], *, complete: bool = True) -> bool:
         """Go where `find` says; False if it finds nothing. complete: the answer needs the whole file looked through."""
         cursor = self._opened
+        if self._filling is not None:
+            self._filling.cancel()
         async with self._seeking:
             for _ in cursor.index.scan_in_parts(_SCAN_BUDGET_S) if complete else ():
                 await asyncio.sleep(0)
@@ -247,7 +254,27 @@ class FileSource(ItemStream):
                 self._arriving = _Place(cursor.position, cursor.last_time)
                 self._pending.append(Restored(cursor.state.copy()))
         self._push_status()
+        if target is not None and cursor.lacks_history and not self._whole_history:
+            self._filling = asyncio.create_task(self._fill_history(), name="aioengine-fill-history")
         return target is not None
+
+    async def _fill_history(self) -> None:
+        """What was before the place that was jumped to comes after it: the place itself is shown at once."""
+        cursor = self._opened
+        with closing(RecordingCursor(self.address, make_state=self._make_state, index=cursor.index)) as behind:
+            for _ in range(_MAX_CATCHING_UP):  # while it is folded, the recording may play on
+                if behind.position == cursor.position and behind.position:
+                    break
+                for _ in behind.seek_in_parts(cursor.position, history=HISTORY_EVENTS):
+                    await asyncio.sleep(0)
+            else:
+                return
+            cursor.adopt(behind.state.copy())
+            self._pending.append(Restored(behind.state.copy()))
+            self._wake_up.set()
+
+    def marks(self, kind: Landmark, num_cells: int) -> list[bool]:
+        return self._opened.index.marks(kind, num_cells)
 
     # ------------------------------------------------------------------ parts
     @property

@@ -98,7 +98,7 @@ class SocketSource(ItemStream):
                 return self._note_header(line)
             case Welcome():
                 assert self._writer is not None
-                self._control = RemoteControl(self._writer) if line.control else None
+                self._control = RemoteControl(self._writer, can_read=line.can_read) if line.control else None
                 return SourceStatus("live", self.address)
             case Reply():
                 if line.id == 0 and line.error is not None:
@@ -170,8 +170,9 @@ class SocketSource(ItemStream):
 class RemoteControl:
     """An `EngineControl` over a connection. Replies are read by the source's iteration, so keep iterating."""
 
-    def __init__(self, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, writer: asyncio.StreamWriter, *, can_read: bool = True) -> None:
         self._writer = writer
+        self._can_read = can_read
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
 
@@ -188,12 +189,21 @@ class RemoteControl:
     async def abort(self, request_id: str) -> bool:
         return bool(await self._call("abort", request_id=request_id))
 
-    async def submit(self, prompt: str, *, max_tokens: int = 64, temperature: float = 0.0) -> str:
+    async def submit(self, prompt: str, *, max_tokens: int = 64, temperature: float = 0.0, chat: bool = False) -> str:
         try:
             prompt.encode()
         except UnicodeEncodeError as exc:  # it would arrive as another text
             raise ControlError(f"submit: the prompt is not valid Unicode: {prompt[exc.start]!r} at position {exc.start}") from None
-        return str(await self._call("submit", prompt=prompt, max_tokens=max_tokens, temperature=temperature))
+        return str(await self._call("submit", prompt=prompt, max_tokens=max_tokens, temperature=temperature, chat=chat))
+
+    async def read(self, request_id: str) -> tuple[str, bool] | None:
+        if not self._can_read:
+            raise ControlError("this engine is older than the answers of prompts that a viewer sent")
+        match await self._call("read", request_id=request_id):
+            case [str(text), bool(has_ended)]:
+                return text, has_ended
+            case _:
+                return None
 
     async def _call(self, action: Action, **arguments: Any) -> Any:
         if self._writer.is_closing():

@@ -19,7 +19,7 @@ import orjson
 
 from aioengine.errors import ConfigError
 from aioengine.events.recording.reader import Recording
-from aioengine.events.step_event import EngineSnapshot
+from aioengine.events.step_event import EngineSnapshot, RequestInfo
 from aioengine_bench.simulate.arrivals import Arrival
 
 TraceFormat = Literal["azure", "mooncake", "burstgpt"]
@@ -170,7 +170,9 @@ def _count(value: object, name: str) -> int:
 
 def from_recording(recording: Recording) -> Trace:
     """The requests of a recording: when they came, how long they became, and what they shared. Those that never ended are left out."""
-    trace, added, hashes = Trace([]), {}, {}
+    trace = Trace([])
+    added: dict[str, RequestInfo] = {}
+    hashes: dict[str, list[bytes]] = {}
     found: list[Arrival] = []
     start: float | None = None
     for event in recording.events:
@@ -184,8 +186,8 @@ def from_recording(recording: Recording) -> Trace:
             if req_id in hashes:
                 hashes[req_id] += [bytes.fromhex(name) for name in names]
         for end in event.finished:
-            info = added.pop(end.request_id, None)
-            if info is None or not end.num_output_tokens:
+            ended = added.pop(end.request_id, None)
+            if ended is None or not end.num_output_tokens:
                 trace.skipped["requests that ended without a token"] += 1
                 trace.first_lines.setdefault("requests that ended without a token", 0)
                 continue

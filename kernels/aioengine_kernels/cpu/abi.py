@@ -75,7 +75,11 @@ class Step(ctypes.Structure):
     )
 
 
-STRUCTURES = (CacheLayout, LinearArgs, AttentionArgs, RopeCacheArgs, RmsNormArgs, SiluMulArgs, Matrix, Layer, Step)
+class PeakArgs(ctypes.Structure):
+    _fields_ = (("isa", _I), ("kind", _I), ("num_threads", _I), ("repeats", _L), ("data", _P), ("bytes", _L))
+
+
+STRUCTURES = (CacheLayout, LinearArgs, AttentionArgs, RopeCacheArgs, RmsNormArgs, SiluMulArgs, Matrix, Layer, Step, PeakArgs)
 
 
 def declared_layout() -> dict[str, int]:

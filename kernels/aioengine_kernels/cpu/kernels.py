@@ -97,6 +97,7 @@ class CpuKernels:
         bias: torch.Tensor | None = None,  # [rows] float32
         *,
         fast: bool = False,
+        out: torch.Tensor | None = None,  # [m, rows] float32, contiguous
     ) -> torch.Tensor:  # [m, rows] float32
         """x W^T + b. Exact: to float32's accuracy (README.md, Arithmetic). Fast: x rounded to int8 with a scale for every 32 columns.
 
@@ -106,7 +107,10 @@ class CpuKernels:
         _check_rows("x", x, (m, weight.columns))
         if bias is not None:
             _check_rows("bias", bias, (weight.rows,))
-        out = torch.empty((m, weight.rows))
+        if out is None:
+            out = torch.empty((m, weight.rows))
+        elif out.dtype is not torch.float32 or out.shape != (m, weight.rows) or not out.is_contiguous():
+            raise ValueError(f"out must be contiguous float32 {[m, weight.rows]}, got {out.dtype} {list(out.shape)}")
         first = 0
         for part in weight.parts if isinstance(weight, FusedMatrix) else (weight,):
             args = LinearArgs(

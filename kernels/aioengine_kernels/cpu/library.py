@@ -5,12 +5,21 @@ from __future__ import annotations
 import ctypes
 import os
 from functools import cache
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-from aioengine_kernels.cpu.abi import AttentionArgs, Layer, LinearArgs, RmsNormArgs, RopeCacheArgs, SiluMulArgs, Step, layout_difference
+from aioengine_kernels.cpu.abi import (
+    AttentionArgs,
+    Layer,
+    LinearArgs,
+    PeakArgs,
+    RmsNormArgs,
+    RopeCacheArgs,
+    SiluMulArgs,
+    Step,
+    layout_difference,
+)
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 ISAS = ("portable", "avx2", "avx512")  # the index is the number in the C ABI
 ISA_VARIABLE = "AIOENGINE_CPU_ISA"
 
@@ -27,6 +36,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "aio_rope_cache": (None, (ctypes.POINTER(RopeCacheArgs),)),
     "aio_rms_norm": (None, (ctypes.POINTER(RmsNormArgs),)),
     "aio_silu_mul": (None, (ctypes.POINTER(SiluMulArgs),)),
+    "aio_peak": (ctypes.c_double, (ctypes.POINTER(PeakArgs),)),
     "aio_decoder": (None, (ctypes.POINTER(Layer), _L, ctypes.POINTER(Step))),
 }
 
@@ -34,9 +44,8 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
 @cache
 def _open() -> ctypes.CDLL | str:
     """The library, or why there is none."""
-    folder = Path(__file__).parent
-    path = next((path for suffix in EXTENSION_SUFFIXES if (path := folder / f"_native{suffix}").exists()), None)
-    if path is None:
+    path = Path(__file__).with_name("_native.so")  # a plain shared library: it is the same for every Python
+    if not path.exists():
         return "the native CPU library was not built (no C++ compiler when aioengine was installed?): install g++ or clang++ and reinstall"
     try:
         library = ctypes.CDLL(str(path))

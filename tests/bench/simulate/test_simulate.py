@@ -146,7 +146,7 @@ def test_a_router_that_knows_prefixes_finds_them() -> None:
     cached = {}
     for routing in ("round_robin", "least_loaded", "prefix_aware"):
         plan = make_plan().with_settings({"replicas": 4})
-        run, _ = run_plan(plan, arrivals, routing=routing)  # type: ignore[arg-type]
+        run, _ = run_plan(plan, arrivals, routing=routing)
         assert len(run.records) == 30
         cached[routing] = sum(record.num_cached_tokens for record in run.records)
     assert cached["prefix_aware"] == 27 * 1024, "each of the three prefixes is computed once"

@@ -233,6 +233,22 @@ def test_fast_mode_keeps_what_stands_out(kernels: CpuKernels, kind: str, randn: 
     assert relative_error(plain @ reference.double().T, want) > 3e-2  # what rounding alone would have given
 
 
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("columns", [(40,), (40, 41, 55), (0, 31, 300, 767)])
+@pytest.mark.parametrize("large", [30.0, 1e3, 1e6])
+def test_fast_mode_is_right_about_what_stands_out(
+    kernels: CpuKernels, kind: str, columns: tuple[int, ...], large: float, randn: Randn
+) -> None:
+    """However far it does: two digits hold it, and its neighbours lose no more than its own rounding."""
+    packed, reference = make(kind, 64, 768)
+    x = randn(13, 768)
+    x[1::2, columns] *= large  # in every second row
+    want = x.double() @ reference.double().T
+    errors = (kernels.linear(x, packed, fast=True).double() - want).norm(dim=1) / want.norm(dim=1)
+    assert float(errors.max()) < 1.5e-2
+    assert float(errors[1::2].max()) < (1.5e-2 if large < 1e6 else 5e-3)
+
+
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

@@ -62,6 +62,7 @@ class BlockMap:
         self.num_blocks = num_blocks
         self._codes = bytearray(num_blocks + 1)  # FREE..SHARED
         self._owners: dict[int, tuple[str, ...]] = {}  # only blocks that have one
+        self._last_owner: dict[int, str] = {}  # of its latest owners the one that had it first
         self._cached: dict[int, _Cached] = {}  # by block id
         self._hits: dict[str, int] = {}  # by block hash, of cached blocks
         # The free queue: block id -> a number that is lower the sooner the block is taken; None: not known.
@@ -108,6 +109,10 @@ class BlockMap:
 
     def owners(self, block_id: int) -> tuple[str, ...]:
         return self._owners.get(block_id, ())
+
+    def last_owner(self, block_id: int) -> str | None:
+        """A request that holds the block, or was the last to hold it; None: nobody was seen to."""
+        return self._last_owner.get(block_id)
 
     def info(self, block_id: int, *, last_use_step: int | None = None, step_id: int = 0, recent_steps: int = 0) -> BlockInfo:
         """`last_use_step`: of its owners, if it has any. Raises IndexError for an id outside 1..num_blocks."""
@@ -191,6 +196,7 @@ class BlockMap:
         self.num_shared += (len(owners) > 1) - (self._codes[block_id] == SHARED)
         if owners:
             self._owners[block_id] = owners
+            self._last_owner[block_id] = owners[0]
             self._codes[block_id] = SHARED if len(owners) > 1 else USED
         else:
             self._owners.pop(block_id, None)
@@ -263,6 +269,7 @@ class BlockMap:
         other.num_blocks, other.num_shared = self.num_blocks, self.num_shared
         other._codes, other._last_use = self._codes[:], self._last_use[:]
         other._owners, other._cached, other._recent = self._owners.copy(), self._cached.copy(), self._recent.copy()
+        other._last_owner = self._last_owner.copy()
         other._hits, other._front, other._back = self._hits.copy(), self._front, self._back
         other._free_order = None if self._free_order is None else self._free_order.copy()
         return other

@@ -92,8 +92,9 @@ def _fold_step(data: StateData, event: StepEvent) -> None:
     _note_block_changes(data, event.block_changes, time=event.time, step_id=step_id)
     _note_hits(data, event)
     _note_gauges(data, event.stats, time=event.time)
-    _measure(data, event, shares)
+    num_prompt, num_recomputed = _measure(data, event, shares)
     data.steps.append(_make_record(event, shares))
+    data.waterfall.note_step(event, shares, data.requests, num_prompt_tokens=num_prompt, num_recomputed_tokens=num_recomputed)
 
 
 def _note_hits(data: StateData, event: StepEvent) -> None:
@@ -120,9 +121,11 @@ def _check_sequence(data: StateData, step_id: int) -> None:
             _note_gap(data, 0, f"the stream begins at step {step_id}, without a snapshot")
 
 
-def _measure(data: StateData, event: StepEvent, shares: tuple[Share, ...]) -> None:
+def _measure(data: StateData, event: StepEvent, shares: tuple[Share, ...]) -> tuple[int, int]:
+    """Returns the prompt tokens of the step, and those that a preemption made necessary again."""
     num_prompt = num_recomputed = 0
-    for share in shares:
+    kinds = [share[1] for share in shares]
+    for share in shares if kinds.count("decode") < len(kinds) else ():  # most steps only decode
         if share.kind == "resumed":
             row = data.requests.get(share.request_id)
             lost_end, prompt_end = (row.recompute_until, row.num_prompt_tokens) if row is not None else (share.end, 0)
@@ -138,6 +141,7 @@ def _measure(data: StateData, event: StepEvent, shares: tuple[Share, ...]) -> No
     bucket.steps += 1
     bucket.prefill_tokens += num_prompt
     data.overlap_meter.add_host(event.schedule_start, event.schedule_end)
+    return num_prompt, num_recomputed
 
 
 def _make_record(event: StepEvent, shares: tuple[Share, ...]) -> StepRecord:
@@ -181,6 +185,7 @@ def _fold_result(data: StateData, event: StepResultEvent) -> None:
     _note_gauges(data, event.stats, time=event.time)
     _measure_overlap(data, event)
     _complete_record(data, event)
+    data.waterfall.note_result(event, data.requests, last_step_id=data.last_step_id or event.step_id)
 
 
 def _measure_overlap(data: StateData, event: StepResultEvent) -> None:
@@ -197,7 +202,7 @@ def _measure_overlap(data: StateData, event: StepResultEvent) -> None:
 
 
 def _complete_record(data: StateData, event: StepResultEvent) -> None:
-    steps = data.steps
+    steps, num_new = data.steps, event.num_new_tokens.get
     for index in range(len(steps) - 1, -1, -1):  # it is one of the latest
         record = steps[index]
         if record.step_id == event.step_id:
@@ -208,7 +213,7 @@ def _complete_record(data: StateData, event: StepResultEvent) -> None:
                 result_time=event.time,
                 num_draft_tokens=event.num_draft_tokens,
                 num_accepted_tokens=event.num_accepted_tokens,
-                sampled=tuple([event.num_new_tokens.get(share.request_id, 0) for share in record.shares]),
+                sampled=tuple([num_new(share[0], 0) for share in record.shares]),
                 lanes=Lanes(
                     schedule=record.lanes.schedule,
                     execute=_span(event.execute_start, event.execute_end),
@@ -239,6 +244,7 @@ def _fold_snapshot(data: StateData, snapshot: EngineSnapshot) -> None:
     data.blocks.replace_all(snapshot)
     _note_last_step(data, snapshot)
     _note_gauges(data, snapshot.stats, time=snapshot.time)
+    data.waterfall.note_all(data.requests, last_step_id=data.last_step_id)
     if is_first and snapshot.step_id:
         text = f"this begins with a snapshot after step {snapshot.step_id}: what was before is not known"
         data.log.add(snapshot.time, snapshot.step_id, "stream", None, text)
@@ -253,10 +259,20 @@ def _note_last_step(data: StateData, snapshot: EngineSnapshot) -> None:
         return
     data.admission_stop = event.admission_stop
     if not data.steps or data.steps[-1].step_id < event.step_id:
-        data.steps.append(_make_record(event, shares_of_told_step(data, event)))
+        shares = shares_of_told_step(data, event)
+        data.steps.append(_make_record(event, shares))
+        _note_told_step(data, event, shares)
     record = data.steps[-1]
     if result is not None and result.step_id == record.step_id and record.in_flight:
         _complete_record(data, result)
+        data.waterfall.note_result(result, data.requests, last_step_id=data.last_step_id)
+
+
+def _note_told_step(data: StateData, event: StepEvent, shares: tuple[Share, ...]) -> None:
+    """The waterfall begins with it."""
+    tokens = {kind: sum(share.num_tokens for share in shares if share.kind == kind) for kind in ("chunk", "prefill", "resumed")}
+    num_prompt = tokens["chunk"] + tokens["prefill"]
+    data.waterfall.note_step(event, shares, data.requests, num_prompt_tokens=num_prompt, num_recomputed_tokens=tokens["resumed"])
 
 
 def _note_paused(data: StateData, snapshot: EngineSnapshot) -> None:
@@ -292,4 +308,5 @@ def _note_gauges(data: StateData, stats: SchedulerStats, *, time: float) -> None
     if data.out_of_sync and not stats.num_running_reqs and not stats.num_waiting_reqs:
         for row in [row for row in data.requests.values() if row.is_live]:
             note_unseen_end(data, row, time=time, step_id=data.last_step_id)
+        data.waterfall.note_all(data.requests, last_step_id=data.last_step_id)
         data.out_of_sync = False  # nothing lives, so nothing can be wrong

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -42,8 +43,10 @@ class LogBook:
 
     def since(self, number: int) -> Iterator[LogLine]:
         """The lines after the one of that number that are still kept, oldest first."""
-        first = self.num_lines - len(self.lines) + 1
-        return (self.lines[index] for index in range(max(0, number + 1 - first), len(self.lines)))
+        num_new = min(self.num_lines - number, len(self.lines))
+        if num_new > len(self.lines) // 2:
+            return itertools.islice(self.lines, len(self.lines) - num_new, None)
+        return reversed([line for line, _ in zip(reversed(self.lines), range(num_new), strict=False)])  # a few of many thousands
 
     def copy(self) -> LogBook:
         other = LogBook(max_lines=self.lines.maxlen or 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -20,6 +20,7 @@ Series = Literal[
     "preempted",
     "hit_rate",  # 0..1, of the tokens looked up in the bucket; None where there were none
     "ttft",  # seconds, mean of the bucket; None where there were none
+    "queue_wait",  # seconds from arrival to the first step, of those that were admitted
     "itl",  # seconds, mean of the bucket; None where there were none
     "overlap",  # 0..1; None where no step came back
 ]
@@ -86,17 +87,26 @@ class SampleWindow:
 
     def percentiles(self, now: float, *quantiles: float) -> list[float | None]:
         """The value below or at which the given share (0..1) of the samples lies; None where there is no sample."""
+        return quantiles_of(self.recent(now), *quantiles)
+
+    def recent(self, now: float) -> list[tuple[float, int]]:
+        """(value, weight) of the samples of the last `seconds`."""
         start = now - self.seconds
-        samples = sorted((value, weight) for time, value, weight in self._samples if time > start)
-        if not samples:
-            return [None] * len(quantiles)
-        total = sum(weight for _, weight in samples)
-        return [_weighted_quantile(samples, total * quantile) for quantile in quantiles]
+        return [(value, weight) for time, value, weight in self._samples if time > start]
 
     def copy(self) -> SampleWindow:
         other = SampleWindow(seconds=self.seconds)
         other._samples = self._samples.copy()
         return other
+
+
+def quantiles_of(samples: Iterable[tuple[float, int]], *quantiles: float) -> list[float | None]:
+    """Of (value, weight): the value below or at which the given share (0..1) lies; None where there is no sample."""
+    ranked = sorted(samples)
+    if not ranked:
+        return [None] * len(quantiles)
+    total = sum(weight for _, weight in ranked)
+    return [_weighted_quantile(ranked, total * quantile) for quantile in quantiles]
 
 
 def _weighted_quantile(samples: Sequence[tuple[float, int]], rank: float) -> float:
@@ -122,6 +132,8 @@ class _Bucket:
     hits: int = 0
     ttft_sum: float = 0.0
     ttft_count: int = 0
+    queue_wait_sum: float = 0.0
+    queue_wait_count: int = 0
     itl_sum: float = 0.0
     itl_count: int = 0
     host: float = 0.0
@@ -137,6 +149,8 @@ class _Bucket:
                 return self.hits / self.queries if self.queries else None
             case "ttft":
                 return self.ttft_sum / self.ttft_count if self.ttft_count else None
+            case "queue_wait":
+                return self.queue_wait_sum / self.queue_wait_count if self.queue_wait_count else None
             case "itl":
                 return self.itl_sum / self.itl_count if self.itl_count else None
             case "overlap":

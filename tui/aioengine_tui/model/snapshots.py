@@ -45,6 +45,8 @@ def _note_request_snapshot(data: StateData, request: RequestSnapshot, snapshot: 
     if row.last_step_id == 0 and request.num_cached_tokens >= 0:
         row.last_step_id = snapshot.step_id  # it has been scheduled, so the worker knows it; when, is not told
     if request.scheduled_time is not None:
+        if row.scheduled_time is None:
+            data.queue_waits.add(request.scheduled_time, max(0.0, request.scheduled_time - request.arrival_time))
         row.scheduled_time = request.scheduled_time
     if request.recompute_until is not None:
         row.recompute_until = request.recompute_until

@@ -28,6 +28,7 @@ from aioengine_tui.model.metrics import HISTORY_LENGTH, SERIES, Series
 from aioengine_tui.model.rows import Lanes, Milestone, RequestRow, RequestState, Share, ShareKind, StepRecord
 from aioengine_tui.model.state_data import GapNote, Limits, SinceAttach, StateData, Totals, read_totals
 from aioengine_tui.model.waiting import Wait, WaitReason, admission_order, explain_waits
+from aioengine_tui.model.waterfall import Waterfall
 
 __all__ = [
     "BLOCK_STATES",
@@ -87,8 +88,13 @@ class Gauges:
     num_draft_tokens: int  # those draft tokens
     ttft_p50: float | None  # seconds, of the last minute
     ttft_p95: float | None
+    ttft_p99: float | None
+    queue_wait_p50: float | None  # seconds from arrival to the first step, of those admitted in the last minute
+    queue_wait_p95: float | None
+    queue_wait_p99: float | None
     itl_p50: float | None
     itl_p95: float | None
+    itl_p99: float | None
     overlap_efficiency: float | None  # 0..1: share of schedule and update time during which the worker computed
     num_in_flight: int  # steps
     admission_stop: AdmissionStop | None  # of the latest step
@@ -103,7 +109,7 @@ class DashboardState:
 
     __slots__ = ("data",)
 
-    def __init__(self, *, max_steps: int = 120, max_finished: int = 512, max_log_lines: int = 2000) -> None:
+    def __init__(self, *, max_steps: int = 120, max_finished: int = 512, max_log_lines: int = 20_000) -> None:
         self.data = StateData.create(Limits(max_steps=max_steps, max_finished=max_finished, max_log_lines=max_log_lines))
 
     # ------------------------------------------------------------------ folding
@@ -162,22 +168,22 @@ class DashboardState:
 
     @property
     def last_step_id(self) -> int:
-        """Scheduled; 0: none seen."""
+        """The id of the step that was scheduled last; 0: none was seen."""
         return self.data.last_step_id
 
     @property
     def num_in_flight(self) -> int:
-        """Steps."""
+        """Steps that were scheduled and whose tokens are not back yet."""
         return self.data.num_in_flight
 
     @property
     def paused(self) -> bool:
-        """The engine, by its user."""
+        """Whether the user has paused the engine."""
         return self.data.paused
 
     @property
     def admission_stop(self) -> AdmissionStop | None:
-        """Of the latest step."""
+        """Why the latest step admitted no further request; None before the first step."""
         return self.data.admission_stop
 
     @property
@@ -198,6 +204,11 @@ class DashboardState:
     @property
     def blocks(self) -> BlockMap:
         return self.data.blocks
+
+    @property
+    def waterfall(self) -> Waterfall:
+        """What every request did in the latest steps."""
+        return self.data.waterfall
 
     @property
     def log(self) -> LogBook:
@@ -343,8 +354,9 @@ class DashboardState:
         stats = self.stats or SchedulerStats(0, 0, 0, 0, 0, 0, 0, 0, 0)
         steps, prefill, decode = self.data.rates.rates(self.now)
         host, hidden = self.data.overlap.sums(self.now)
-        ttft_p50, ttft_p95 = self.data.ttfts.percentiles(self.now, 0.5, 0.95)
-        itl_p50, itl_p95 = self.data.itls.percentiles(self.now, 0.5, 0.95)
+        ttft_p50, ttft_p95, ttft_p99 = self.data.ttfts.percentiles(self.now, 0.5, 0.95, 0.99)
+        itl_p50, itl_p95, itl_p99 = self.data.itls.percentiles(self.now, 0.5, 0.95, 0.99)
+        wait_p50, wait_p95, wait_p99 = self.data.queue_waits.percentiles(self.now, 0.5, 0.95, 0.99)
         return Gauges(
             now=self.now,
             uptime=self.uptime,
@@ -368,8 +380,13 @@ class DashboardState:
             num_draft_tokens=stats.num_draft_tokens,
             ttft_p50=ttft_p50,
             ttft_p95=ttft_p95,
+            ttft_p99=ttft_p99,
+            queue_wait_p50=wait_p50,
+            queue_wait_p95=wait_p95,
+            queue_wait_p99=wait_p99,
             itl_p50=itl_p50,
             itl_p95=itl_p95,
+            itl_p99=itl_p99,
             overlap_efficiency=min(1.0, hidden / host) if host > 0 else None,
             num_in_flight=self.num_in_flight,
             admission_stop=self.admission_stop,

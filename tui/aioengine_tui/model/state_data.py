@@ -15,6 +15,7 @@ from aioengine_tui.model.blocks import BlockMap
 from aioengine_tui.model.log import LogBook
 from aioengine_tui.model.metrics import History, OverlapMeter, RateWindow, SampleWindow
 from aioengine_tui.model.rows import RequestRow, StepRecord
+from aioengine_tui.model.waterfall import Waterfall
 
 RATE_WINDOW_S = 5.0
 LATENCY_WINDOW_S = 60.0
@@ -81,7 +82,7 @@ class Limits:
 
     max_steps: int = 120
     max_finished: int = 512
-    max_log_lines: int = 2000
+    max_log_lines: int = 20_000
 
 
 @dataclass(slots=True)
@@ -103,6 +104,7 @@ class StateData:
     requests: dict[str, RequestRow] = field(default_factory=dict)  # live ones and those being cleaned up, by arrival
     finished: dict[str, RequestRow] = field(default_factory=dict)  # the latest that ended, oldest first
     blocks: BlockMap = field(default_factory=BlockMap)
+    waterfall: Waterfall = field(default_factory=Waterfall)
     since_attach: SinceAttach = field(default_factory=SinceAttach)
     attach_time: float | None = None  # when this viewer's knowledge begins; None: nothing has come
     num_events: int = 0
@@ -118,6 +120,7 @@ class StateData:
         default_factory=partial(RateWindow, num_values=2, seconds=RATE_WINDOW_S)
     )  # host seconds, hidden host seconds
     ttfts: SampleWindow = field(default_factory=partial(SampleWindow, seconds=LATENCY_WINDOW_S))
+    queue_waits: SampleWindow = field(default_factory=partial(SampleWindow, seconds=LATENCY_WINDOW_S))
     itls: SampleWindow = field(default_factory=partial(SampleWindow, seconds=LATENCY_WINDOW_S, capacity=8192))
     histories: History = field(default_factory=History)
     overlap_meter: OverlapMeter = field(default_factory=OverlapMeter)
@@ -148,11 +151,13 @@ class StateData:
             finished=self.finished.copy(),  # a finished row changes only if its reason comes late; it is replaced then
             steps=self.steps.copy(),
             blocks=self.blocks.copy(),
+            waterfall=self.waterfall.copy(),
             log=self.log.copy(),
             since_attach=dataclasses.replace(self.since_attach),
             rates=self.rates.copy(),
             overlap=self.overlap.copy(),
             ttfts=self.ttfts.copy(),
+            queue_waits=self.queue_waits.copy(),
             itls=self.itls.copy(),
             histories=self.histories.copy(),
             overlap_meter=self.overlap_meter.copy(),

@@ -9,6 +9,8 @@ from aioengine.events.params_form import params_to_dict
 from aioengine_tui.model.metrics import SERIES
 from aioengine_tui.model.rows import RequestRow, StepRecord
 from aioengine_tui.model.state import DashboardState
+from aioengine_tui.model.waterfall_json import waterfall_to_json
+from aioengine_tui.model.why.why_json import why_to_json
 
 JSON_VERSION = 2
 """Raised by any change of the form of `state_to_json()` other than an addition. 2: `totals` are the engine's, free and empty blocks.
@@ -42,7 +44,9 @@ def state_to_json(state: DashboardState, *, complete: bool = False) -> dict[str,
         "finished": [row_to_json(row, state) for row in reversed(state.finished.values())][: None if complete else 20],
         "step": None if current is None else step_to_json(current),
     }
+    value["why"] = why_to_json(state)
     if complete:
+        value["waterfall"] = waterfall_to_json(state.waterfall)
         value["steps"] = [step_to_json(record) for record in state.steps]
         value["eviction_order"] = state.blocks.eviction_order()
         value["prefix_nodes"] = [node._asdict() for node in state.blocks.prefix_nodes()]

@@ -120,43 +120,42 @@ def _fold_cached(data: StateData, event: StepEvent) -> list[Share]:
     rows, num_scheduled, starts = data.requests, event.output.num_scheduled_tokens, cached.num_computed_tokens
     num_output, resumed = cached.num_output_tokens, cached.resumed_req_ids
     drafts, masked = event.output.scheduled_spec_decode_tokens, event.output.structured_output_request_ids
-    shares: list[Share] = []
-    kind: ShareKind
     if not lists_agree(cached):
-        return shares
-    for index, req_id in enumerate(cached.req_ids):
-        row = rows.get(req_id)
+        return []
+    # The loop of every running request in every step: looked up once, and a share made without a Python frame of its own.
+    find_row, scheduled, new_share = rows.get, num_scheduled.get, tuple.__new__
+    shares: list[Share] = []
+    keep = shares.append
+    kind: ShareKind
+    for req_id, added, start, num_known in zip(cached.req_ids, cached.new_block_ids, starts, num_output, strict=False):
+        row = find_row(req_id)
         if row is None:
             row = find_or_make_row(data, req_id, time=event.time)
-        added = cached.new_block_ids[index]
-        if resumed and req_id in resumed:
-            _resume(data, row, event, index)
+        is_resumed = req_id in resumed
+        num_new_blocks = 0
+        if is_resumed:
+            _resume(data, row, event, len(shares))
+            num_new_blocks = len(added[0]) if added else 0
         elif added is not None:
             _give_blocks(data, row, added[0], replace=False)
-        num_tokens, start = num_scheduled.get(req_id, 0), starts[index]
+            num_new_blocks = len(added[0]) if added else 0
+        num_tokens = scheduled(req_id, 0)
         end = start + num_tokens
         if start < row.recompute_until:
-            kind = row.last_step_kind = "resumed"
+            kind = "resumed"
             if end >= row.recompute_until:
                 add_milestone(row, event.time, step_id, "recomputed", f"up to token {row.recompute_until}")
         elif start < row.num_prompt_tokens:
-            kind = row.last_step_kind = "chunk"
+            kind = "chunk"
             add_milestone(row, event.time, step_id, "chunk", f"tokens {start} to {end - 1} of {row.num_prompt_tokens}")
         else:
-            kind = row.last_step_kind = "decode"
+            kind = "decode"
         if row.state == "waiting":  # its admission was not seen
             row.state = "running"
-        row.num_computed_tokens = end
-        row.last_step_id, row.last_step_tokens = step_id, num_tokens
-        is_resumed = req_id in resumed if resumed else False
-        num_new_blocks = len(added[0]) if added else 0
-        draft_token_ids = tuple(drafts[req_id]) if drafts and req_id in drafts else ()
-        needs_mask = req_id in masked if masked else False
-        # By position: keywords would take three times as long.
-        share = Share(
-            req_id, kind, num_tokens, start, row.table, num_new_blocks, is_resumed, num_output[index], draft_token_ids, needs_mask
-        )
-        shares.append(share)
+        row.last_step_kind, row.num_computed_tokens, row.last_step_id, row.last_step_tokens = kind, end, step_id, num_tokens
+        guesses = tuple(drafts[req_id]) if req_id in drafts else ()
+        values = (req_id, kind, num_tokens, start, row.table, num_new_blocks, is_resumed, num_known, guesses, req_id in masked)
+        keep(new_share(Share, values))
     return shares
 
 
@@ -185,6 +184,7 @@ def _admit(data: StateData, new: NewRequestData, event: StepEvent) -> Share:
     row.sampling_params = new.sampling_params
     row.max_tokens = row.max_tokens or new.sampling_params.max_tokens or 0
     row.scheduled_time = event.schedule_start
+    _note_queue_wait(data, event.schedule_start, event.schedule_start - row.arrival_time)
     _give_blocks(data, row, list(new.block_ids[0]), replace=True)
     row.last_step_id, row.last_step_tokens = event.step_id, num_tokens
     kind = row.last_step_kind = "prefill" if start + num_tokens >= num_prompt else "chunk"
@@ -195,27 +195,39 @@ def _admit(data: StateData, new: NewRequestData, event: StepEvent) -> Share:
     return Share(new.req_id, kind, num_tokens, start, row.table, len(row.table), True, needs_mask=needs_mask)
 
 
+def _note_queue_wait(data: StateData, time: float, wait: float) -> None:
+    data.queue_waits.add(time, max(0.0, wait))
+    bucket = data.histories.at(time)
+    bucket.queue_wait_sum += max(0.0, wait)
+    bucket.queue_wait_count += 1
+
+
 # ---------------------------------------------------------------------------------------------------- tokens
 
 
 def _note_tokens(data: StateData, event: StepResultEvent) -> None:
-    rows, time = data.requests, event.time
-    num_tokens = 0
-    gaps: dict[float, int] = {}  # time of the previous token -> tokens that followed it: nearly all rows share one
+    find_row, time, has_drafts = data.requests.get, event.time, event.num_draft_tokens > 0
+    num_tokens = sum(event.num_new_tokens.values())
+    gaps: dict[float, int] = {}  # time of the previous token -> tokens that followed it
+    latest, count = -1.0, 0  # nearly all rows share one: counted before it goes into the table
     for req_id, num_new in event.num_new_tokens.items():
-        row = rows.get(req_id)
-        num_tokens += num_new
+        row = find_row(req_id)
         if row is None or num_new == 0:
             continue
         last_time = row.last_token_time
-        if last_time is not None:
-            gaps[last_time] = gaps.get(last_time, 0) + 1
+        if last_time == latest:
+            count += 1
+        elif last_time is not None:
+            gaps[latest] = gaps.get(latest, 0) + count
+            latest, count = last_time, 1
         elif row.num_output_tokens == 0:
             _note_first_token(data, row, event)
         row.num_output_tokens += num_new
-        if event.num_draft_tokens:  # what was computed for rejected draft tokens does not count; no step behind this one is in flight
+        if has_drafts:  # what was computed for rejected draft tokens does not count; no step behind this one is in flight
             row.num_computed_tokens = min(row.num_computed_tokens, row.num_tokens - 1)
         row.last_token_time = time
+    gaps[latest] = gaps.get(latest, 0) + count
+    del gaps[-1.0]
     data.since_attach.num_output_tokens += num_tokens
     if not num_tokens:
         return

@@ -30,6 +30,8 @@ class View(LineView, can_focus=True):
     ]
     key_hints: ClassVar[tuple[tuple[str, str], ...]] = ()
     """(key, what it does) for the bottom line, the most useful first."""
+    explained_words: ClassVar[tuple[str, ...]] = ()
+    """Labels of `explanations.py` for signs that stand on the screen without a word."""
 
     def __init__(self, palette: Palette, session: Session, *, id: str) -> None:
         super().__init__(palette, id=id)
@@ -97,11 +99,22 @@ class ListView(View):
         event.stop()
         self.action_move(-3)
 
-    def on_click(self, event: events.Click) -> None:
-        index = event.y - self.list_row + self.scroll_state.top
-        if event.y >= self.list_row:
-            self.scroll_state.go(index)
-            self.cursor_moved()
+    def index_at(self, row: int) -> int | None:
+        """The entry of the list that stands on a row of the screen."""
+        return row - self.list_row + self.scroll_state.top if row >= self.list_row else None
+
+    async def on_click(self, event: events.Click) -> None:
+        """A click moves the cursor; a second one right after it opens what is under the cursor, as Enter does."""
+        index = self.index_at(event.y)
+        if index is None or self.action_at(event) is not None:  # Textual calls LineView.on_click too, which does it
+            return
+        self.scroll_state.go(index)
+        self.cursor_moved()
+        if event.chain == 2:
+            self.open_at_cursor()
+
+    def open_at_cursor(self) -> None:
+        """Show more of what is under the cursor, where there is more."""
 
 
 class PageView(ListView):

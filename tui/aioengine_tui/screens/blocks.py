@@ -1,31 +1,36 @@
-"""Screen 4: the KV cache, every block a cell."""
+"""Screen 4: the KV cache. Every block a cell in its owner's colour, filled as far as its slots are; or many blocks a cell."""
 
 from __future__ import annotations
 
+import textwrap
+from collections import Counter
 from typing import ClassVar
 
 from textual import events
 from textual.binding import Binding, BindingType
 
-from aioengine_tui.messages import OpenRequest
+from aioengine_tui.messages import OpenPrefixTree, OpenRequest
+from aioengine_tui.model.owner_marks import OwnerMark
 from aioengine_tui.model.state import DashboardState, RequestRow
 from aioengine_tui.screens.base import View
 from aioengine_tui.session import Session
 from aioengine_tui.table_file import ExportTable
 from aioengine_tui.themes import Palette
-from aioengine_tui.widgets.block_grid import GridLayout, grid_lines, legend
+from aioengine_tui.widgets.block_grid import GridContent, grid_lines, legend, owner_legend
+from aioengine_tui.widgets.block_layout import GridLayout
 from aioengine_tui.widgets.glyphs import BLOCK_WORDS
-from aioengine_tui.widgets.text import Line, Part, clean, fit, fit_line, fit_middle, number, percent, side_by_side
+from aioengine_tui.widgets.text import Line, Part, clean, fit_line, fit_middle, number, pack, percent, rule, side_by_side
 
 _RECENT_STEPS = 2
-_LIST_WIDTH = 32
+_PANEL_WIDTH = 36
 _WIDE = 110
+_HASH_WIDTH = 9  # cells this wide show hashes
 
 
 class BlocksView(View):
     screen_title: ClassVar[str] = "KV blocks"
     key_hints: ClassVar[tuple[tuple[str, str], ...]] = (
-        ("←↑↓→", "cursor"), ("n", "light next"), ("N", "previous"), ("c", "none"), ("enter", "owner"),
+        ("←↑↓→", "cursor"), ("T", "prefix tree"), ("v", "eviction order"), ("n", "light next"), ("c", "none"), ("enter", "owner"),
     )  # fmt: skip
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -38,13 +43,16 @@ class BlocksView(View):
         Binding("n", "light(1)", "light the next request", show=False),
         Binding("N", "light(-1)", "light the previous request", show=False),
         Binding("c,escape", "unlight", "light no request", show=False),
+        Binding("v", "places", "the order of eviction, also on small cells", show=False),
+        Binding("T", "tree", "the prefix tree", show=False),
         Binding("enter", "open", "the owner's page", show=False),
     ]
 
     def __init__(self, palette: Palette, session: Session, *, id: str) -> None:
         super().__init__(palette, session, id=id)
         self.cursor = 1  # a block id
-        self.lights = True  # the blocks of the selected request
+        self.lights = False  # the blocks of the selected request
+        self.with_places = False
         self._layout = GridLayout.of(0, width=1, rows=1)
         self._grid_row = 0
 
@@ -67,12 +75,19 @@ class BlocksView(View):
         self.lights = False
         self.draw()
 
+    def action_places(self) -> None:
+        self.with_places = not self.with_places
+        self.draw()
+
+    def action_tree(self) -> None:
+        self.post_message(OpenPrefixTree())
+
     def action_open(self) -> None:
         owners = self.session.state.blocks.owners(self.cursor)
         if owners:
             self.post_message(OpenRequest(owners[0]))
 
-    def on_click(self, event: events.Click) -> None:
+    async def on_click(self, event: events.Click) -> None:
         cell = self._layout.cell_at(event.x, event.y - self._grid_row)
         if cell is not None:
             self.cursor = self._layout.blocks_of(cell).start
@@ -82,70 +97,138 @@ class BlocksView(View):
     def compose_lines(self, state: DashboardState, width: int, height: int) -> list[Line]:
         if not state.blocks.num_blocks:
             return [[Part("the number of blocks is not known yet", "muted")]]
-        grid_width = width - _LIST_WIDTH - 1 if width >= _WIDE else width
-        head = [self._counts(state, width)]
-        foot = self._cursor_lines(state, width)
-        self._layout = layout = GridLayout.of(state.blocks.num_blocks, width=grid_width, rows=max(1, height - 2 - len(foot)))
+        wide = width >= _WIDE
+        grid_width = width - _PANEL_WIDTH - 2 if wide else width
+        num_foot = 0 if wide else 3 if height >= 14 else 2
+        rows = max(1, height - 2 - num_foot)
+        self._layout = layout = GridLayout.of(state.blocks.num_blocks, width=grid_width, rows=rows)
         self.cursor = max(1, min(self.cursor, layout.num_blocks))
-        head.append(fit_line(legend(layout.per_cell), width))
+        content = self._content(state)
+        head = [_counts(state, width), fit_line(legend(layout, width), width)]
         self._grid_row = len(head)
-        row = self._lit_row(state)
-        codes = state.block_codes(recent_steps=_RECENT_STEPS)
-        grid = grid_lines(codes, layout, lit=row.block_ids if row is not None else (), cursor=self.cursor)
-        rows = height - len(head) - len(foot)
+        grid = grid_lines(content, layout, cursor=self.cursor, with_places=self.with_places)
         grid = (grid + [[] for _ in range(rows)])[:rows]
-        if grid_width < width:
-            grid = side_by_side([grid, self._holders(state, rows)], [grid_width, _LIST_WIDTH])
-        return [*head, *grid, *foot][:height]
+        if wide:
+            grid = side_by_side([grid, self._panel(state, content, rows)], [grid_width, _PANEL_WIDTH], gap=2)
+        foot: list[Line] = []
+        if not wide:
+            facts = self._facts(state, content)
+            packed = pack(
+                [[Part(f"{label} ", "muted"), Part(value, "value")] for label, value in facts], width, max_lines=num_foot - 1, gap="   "
+            )
+            foot = [*packed, *([] for _ in range(num_foot - 1 - len(packed))), owner_legend(self._owners(state), width)]
+        return [fit_line(line, width) for line in (*head, *grid, *foot)][:height]
+
+    def _content(self, state: DashboardState) -> GridContent:
+        marks: dict[int, OwnerMark] = {}
+        ref_cnts: dict[int, int] = {}
+        fills: dict[int, int] = {}
+        size = state.block_size
+        self.session.owner_marks.forget_all_but(state.requests)
+        for row in state.requests.values():
+            if not row.block_ids:
+                continue
+            mark = self.session.owner_marks.of(row.request_id)
+            for block_id in row.block_ids:
+                if block_id in marks:
+                    ref_cnts[block_id] = ref_cnts.get(block_id, 1) + 1
+                else:
+                    marks[block_id] = mark
+            if size:
+                for index in range(row.num_computed_tokens // size, len(row.block_ids)):
+                    fills[row.block_ids[index]] = max(0, row.num_computed_tokens - index * size)
+        lit = self._lit_row(state)
+        blocks = state.blocks
+        wants_hashes = self._layout.inner_width >= _HASH_WIDTH - 1
+        infos = (blocks.info(block_id) for block_id in range(1, blocks.num_blocks + 1)) if wants_hashes else ()
+        return GridContent(
+            codes=state.block_codes(recent_steps=_RECENT_STEPS),
+            marks=marks,
+            block_size=size,
+            fills=fills,
+            ref_cnts=ref_cnts,
+            places={block_id: place for place, block_id in enumerate(blocks.eviction_order() or (), 1)},
+            evicted=frozenset(state.current.evicted_ids) if state.current is not None else frozenset(),
+            lit=frozenset(lit.block_ids) if lit is not None else frozenset(),
+            hashes={info.block_id: info.block_hash for info in infos if info.block_hash},
+        )
 
     def _lit_row(self, state: DashboardState) -> RequestRow | None:
         return state.row(self.session.selected) if self.lights and self.session.selected is not None else None
 
-    def _counts(self, state: DashboardState, width: int) -> Line:
-        blocks = state.blocks
-        line: Line = []
-        usage = blocks.num_used / blocks.num_blocks
-        counts = (
-            ("used", f"{blocks.num_used}/{blocks.num_blocks} ({percent(usage)})"), ("shared", blocks.num_shared),
-            ("free", f"{blocks.num_free} ({blocks.num_free_cached} cached)"),
-            ("evicted" if state.totals.origin == "engine" else "evicted since attach", state.totals.num_evicted_blocks),
-        )  # fmt: skip
-        for label, value in counts:
-            line += [Part(f"{label} ", "muted"), Part(f"{value}  ", "value")]
-        return fit_line(line, width)
-
-    def _cursor_lines(self, state: DashboardState, width: int) -> list[Line]:
-        self.cursor = max(1, min(self.cursor, state.blocks.num_blocks))
-        info = state.block(self.cursor, recent_steps=_RECENT_STEPS)
-        span = self._layout.blocks_of(self._layout.cell_of(self.cursor)) if self._layout.per_cell > 1 else None
-        where = f"{span.start}-{span.stop - 1}, the first: " if span else ""
-        word = BLOCK_WORDS.get(info.state, info.state)
-        first: Line = [
-            Part("block ", "muted"), Part(f"{where}{info.block_id} ", "value"), Part(word, f"block_{info.state}"),
-            Part("   ref_cnt ", "muted"), Part(str(info.ref_cnt), "value"), Part("   hash ", "muted"),
-            Part((info.block_hash or "")[:8] or ("known to the cache" if info.is_cached else "-")), Part("   last use ", "muted"),
-            Part(f"step {info.last_use_step}" if info.last_use_step else "never seen"), Part("   owners ", "muted"),
-            Part(", ".join(clean(owner) for owner in info.owners) or "nobody", "accent"),
-        ]  # fmt: skip
-        row = self._lit_row(state)
-        second: Line = [Part("# ", "block_lit"), Part("n lights the blocks of a request", "muted")]
-        if row is not None:
-            second = [Part("# ", "block_lit"), Part(fit_middle(clean(row.request_id), min(24, width // 3)).rstrip(), "accent")]
-            second += [
-                Part(f" {row.num_blocks} blocks", "value"),
-                Part(f"   {row.num_computed_tokens} tokens computed, {row.state}", "muted"),
-            ]
-        return [fit_line(first, width), fit_line(second, width)]
-
-    def _holders(self, state: DashboardState, rows: int) -> list[Line]:
-        """Who holds most blocks."""
+    def _owners(self, state: DashboardState) -> list[tuple[OwnerMark, int]]:
+        """The requests that hold blocks, the one with the most first."""
         holders = sorted((row for row in state.requests.values() if row.block_ids), key=lambda row: -row.num_blocks)
-        lines: list[Line] = [[Part(fit("blocks  held by", _LIST_WIDTH), "header")]]
-        for row in holders[: rows - 1]:
-            role = "accent" if self.lights and row.request_id == self.session.selected else "text"
-            lines.append([Part(number(row.num_blocks, 6) + "  ", "value"), Part(fit_middle(clean(row.request_id), _LIST_WIDTH - 8), role)])
-        if len(holders) >= rows:
-            lines[-1] = [Part(f"… {len(holders) - rows + 2} more", "muted")]
+        return [(self.session.owner_marks.of(row.request_id), row.num_blocks) for row in holders]
+
+    # ------------------------------------------------------------------ what is under the cursor
+    def _facts(self, state: DashboardState, content: GridContent) -> list[tuple[str, str]]:
+        """(label, value) of the cell under the cursor."""
+        if self._layout.per_cell > 1:
+            return self._cell_facts(state, content)
+        block_id, size = self.cursor, state.block_size
+        info = state.block(block_id, recent_steps=_RECENT_STEPS)
+        facts = [("block", f"{block_id} {BLOCK_WORDS.get(info.state, info.state)}"), ("ref_cnt", str(info.ref_cnt))]
+        if info.owners:
+            facts.append(("owners", _some([clean(owner) for owner in info.owners])))
+        owner = state.row(info.owners[0]) if info.owners else None
+        if size and owner is not None and block_id in owner.block_ids:
+            start = owner.block_ids.index(block_id) * size
+            facts.append(("holds positions", f"{start} to {start + size - 1}"))
+            facts.append(("slots in use", f"{content.fills.get(block_id, size)} of {size}"))
+        if size:
+            facts.append(("slot numbers", f"{block_id * size} to {block_id * size + size - 1}"))
+        facts.append(("hash", info.block_hash or ("known to the cache" if info.is_cached else "-")))
+        if block_id in content.places:
+            facts.append(("eviction order", f"{content.places[block_id]} of {len(content.places)} free"))
+        facts.append(("last use", f"step {info.last_use_step}" if info.last_use_step else "never seen"))
+        return facts
+
+    def _cell_facts(self, state: DashboardState, content: GridContent) -> list[tuple[str, str]]:
+        blocks = self._layout.blocks_of(self._layout.cell_of(self.cursor))
+        infos = [state.blocks.info(block_id) for block_id in blocks]
+        owners = Counter(owner for info in infos for owner in info.owners)
+        num_owned = sum(bool(info.owners) for info in infos)
+        num_cached = sum(info.is_cached and not info.owners for info in infos)
+        facts = [("blocks", f"{blocks.start} to {blocks.stop - 1}"), ("used", f"{num_owned} of {len(blocks)}")]
+        facts += [("free, cached", str(num_cached)), ("empty", str(len(blocks) - num_owned - num_cached))]
+        facts.append(("owners", _some([f"{clean(owner)} {count}" for owner, count in owners.most_common()]) or "nobody"))
+        return facts
+
+    def _panel(self, state: DashboardState, content: GridContent, rows: int) -> list[Line]:
+        """Beside a wide grid: the cell under the cursor, the owners, what is evicted next and what just was."""
+        width = _PANEL_WIDTH
+        lines: list[Line] = [rule("under the cursor", width)]
+        for label, value in self._facts(state, content):
+            wrapped = textwrap.wrap(value, width - 16) or [""]
+            lines += [[Part(f"{label if index == 0 else '':<16}", "muted"), Part(text, "value")] for index, text in enumerate(wrapped[:4])]
+        tail = self._queue_lines(state, content, width)
+        owners = self._owners(state)
+        lines.append(rule("owners", width, f"{len(owners)}"))
+        room = max(1, rows - len(lines) - len(tail))
+        for mark, num_blocks in owners[: room if len(owners) <= room else room - 1]:
+            role = "accent" if self.lights and mark.request_id == self.session.selected else "text"
+            lines.append(
+                [
+                    Part(f" {mark.letter} ", f"owner_{mark.colour}"),
+                    Part(number(num_blocks, 6) + " ", "value"),
+                    Part(fit_middle(clean(mark.request_id), width - 10), role),
+                ]
+            )
+        if len(owners) > room:
+            lines.append([Part(f"… {len(owners) - room + 1} more", "muted")])
+        lines += [[] for _ in range(rows - len(lines) - len(tail))]
+        return lines + tail
+
+    def _queue_lines(self, state: DashboardState, content: GridContent, width: int) -> list[Line]:
+        lines: list[Line] = [rule("free queue, next first", width, f"{len(content.places)}" if content.places else "")]
+        first = list(content.places)[:80]
+        text = " ".join(map(str, first)) if first else "not told by this recording" if state.blocks.eviction_order() is None else "empty"
+        wrapped = textwrap.wrap(text, width)
+        lines += [[Part(line, "place" if first else "muted")] for line in wrapped[:5]]
+        evicted = sorted(content.evicted)
+        lines.append(rule(f"evicted in step {state.last_step_id}", width, f"{len(evicted)}"))
+        lines += [[Part(line, "bad")] for line in textwrap.wrap(" ".join(map(str, evicted)), width)[:2] or ["-"]]
         return lines
 
     def export_table(self, state: DashboardState) -> ExportTable:
@@ -155,3 +238,19 @@ class BlocksView(View):
             columns,
             [[i.block_id, i.state, i.ref_cnt, " ".join(i.owners), i.is_cached, i.block_hash, i.last_use_step] for i in infos],
         )
+
+
+def _counts(state: DashboardState, width: int) -> Line:
+    blocks = state.blocks
+    counts = (
+        ("used", f"{blocks.num_used}/{blocks.num_blocks} ({percent(blocks.num_used / blocks.num_blocks)})"),
+        ("shared", str(blocks.num_shared)),
+        ("free", f"{blocks.num_free} ({blocks.num_free_cached} cached)"),
+        ("evicted" if state.totals.origin == "engine" else "evicted since attach", str(state.totals.num_evicted_blocks)),
+    )
+    return pack([[Part(f"{label} ", "muted"), Part(value, "value")] for label, value in counts], width)[0]
+
+
+def _some(names: list[str], most: int = 4) -> str:
+    """The first of them, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

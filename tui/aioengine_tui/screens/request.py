@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import textwrap
 from typing import ClassVar
+
+from textual.binding import Binding, BindingType
 
 from aioengine.sampling_params import SamplingParams
 from aioengine_tui.model.state import DashboardState, RequestRow
 from aioengine_tui.screens.base import PageView
-from aioengine_tui.session import Session
+from aioengine_tui.session import Answer, Session
 from aioengine_tui.table_file import ExportTable
 from aioengine_tui.themes import Palette
 from aioengine_tui.widgets.request_table import state_role, state_text, token_bar
-from aioengine_tui.widgets.text import Line, Part, clean, fit, fit_line, number, rule, seconds, side_by_side
+from aioengine_tui.widgets.text import Hot, Line, Part, clean, fit, fit_line, number, pack, rule, seconds, side_by_side, wrap
+from aioengine_tui.widgets.why_lines import why_section
 
 _WIDE = 120
+_DETAIL_COLUMN = 33  # of the timeline
 _MILESTONE_ROLES = {
     "queued": "text", "scheduled": "prefill", "chunk": "chunk", "first_token": "good", "preempted": "preempted", "resumed": "resumed",
     "recomputed": "resumed", "finished": "good", "told_worker": "muted", "cleaned_up": "muted",
@@ -25,11 +28,24 @@ _MILESTONE_WORDS = {"first_token": "first token", "told_worker": "worker told", 
 
 class RequestView(PageView):
     screen_title: ClassVar[str] = "Request"
-    key_hints: ClassVar[tuple[tuple[str, str], ...]] = (("esc", "back"), ("↑↓", "scroll"), ("x", "abort"), ("e", "export"))
+    key_hints: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("esc", "back"),
+        ("↑↓", "scroll"),
+        ("o", "all settings"),
+        ("x", "abort"),
+        ("e", "export"),
+    )
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("o", "fold", "show or fold the settings that have their default", show=False)]
 
     def __init__(self, palette: Palette, session: Session, *, id: str) -> None:
         super().__init__(palette, session, id=id)
         self.request_id: str | None = None
+        self.with_defaults = False
+
+    def action_fold(self) -> None:
+        self.with_defaults = not self.with_defaults
+        self.draw()
 
     def open(self, request_id: str) -> None:
         self.request_id = self.session.selected = request_id
@@ -37,10 +53,13 @@ class RequestView(PageView):
 
     def compose_page(self, state: DashboardState, width: int) -> list[Line]:
         row = state.row(self.request_id) if self.request_id is not None else None
+        if row is None and self.request_id in self.session.answers:
+            return _texts(None, self.session.answers[self.request_id], width)
         if row is None:
             name = clean(self.request_id or "")
             return [[Part(f"request {name} is not known here: not arrived yet, or ended too long ago to be kept", "muted")]]
-        return page_lines(row, state, width)
+        answer = self.session.answers.get(row.request_id)
+        return page_lines(row, state, width, with_defaults=self.with_defaults, answer=answer)
 
     def export_table(self, state: DashboardState) -> ExportTable | None:
         row = state.row(self.request_id) if self.request_id is not None else None
@@ -51,14 +70,22 @@ class RequestView(PageView):
         )
 
 
-def page_lines(row: RequestRow, state: DashboardState, width: int) -> list[Line]:
-    head = _head(row, state, width)
+def page_lines(
+    row: RequestRow, state: DashboardState, width: int, *, with_defaults: bool = False, answer: Answer | None = None
+) -> list[Line]:
+    """What is written and read comes first, then the life of the request, then what it was asked for and holds."""
+    head = [*_head(row, state, width), *why_section(state, row.request_id, width)]
     if width < _WIDE:
-        return [*head, *_timeline(row, width), *_blocks(row, width), *_params(row, width), *_texts(row, width)]
+        texts, timeline = _texts(row, answer, width), _timeline(row, width)
+        return [*head, *texts, *timeline, *_params(row, width, with_defaults=with_defaults), *_blocks(row, width)]
     left = width // 2
-    right = width - left - 1
-    columns = [[*_blocks(row, left), *_params(row, left), *_texts(row, left)], _timeline(row, right)]
-    return [*head, *side_by_side(columns, [left, right])]
+    right = width - left - 2
+    others = [*_params(row, right, with_defaults=with_defaults), *_blocks(row, right)]
+    if answer is None and row.prompt is None and row.text is None:
+        columns = [_timeline(row, left), [*others, *_texts(row, answer, right)]]
+    else:
+        columns = [_texts(row, answer, left), [*_timeline(row, right), *others]]
+    return [*head, *side_by_side(columns, [left, right], gap=2)]
 
 
 def _head(row: RequestRow, state: DashboardState, width: int) -> list[Line]:
@@ -85,9 +112,8 @@ def _head(row: RequestRow, state: DashboardState, width: int) -> list[Line]:
     if row.told_in_step is not None:
         state_line.append(Part(f"   the worker was told in step {row.told_in_step}", "muted"))
     lines: list[Line] = [rule(f"request {clean(row.request_id)}", width), state_line]
-    lines += [
-        [part for label, value in group for part in (Part(f"{label} ", "muted"), Part(value + "   ", "value"))] for group in (facts, times)
-    ]
+    for group in (facts, times):
+        lines += pack([[Part(f"{label} ", "muted"), Part(value, "value")] for label, value in group], width, max_lines=2, gap="   ")
     lines.append([Part("tokens ", "muted"), *token_bar(row, max(4, width - 7))])
     return [fit_line(line, width) for line in lines]
 
@@ -97,21 +123,22 @@ def _timeline(row: RequestRow, width: int) -> list[Line]:
     for stone in row.timeline:
         word = _MILESTONE_WORDS.get(stone.kind, stone.kind)
         step = f"step {stone.step_id}" if stone.step_id is not None else ""
-        line: Line = [
+        head: Line = [
             Part(f"+{fit(seconds(stone.time - row.arrival_time), 7)} ", "muted"), Part(fit(step, 12), "muted"),
-            Part(fit(word, 12), _MILESTONE_ROLES.get(stone.kind, "text")), Part(clean(stone.detail)),
+            Part(fit(word, 12), _MILESTONE_ROLES.get(stone.kind, "text")),
         ]  # fmt: skip
-        lines.append(fit_line(line, width))
+        first, *others = wrap(clean(stone.detail), width - _DETAIL_COLUMN)
+        lines += [fit_line([*head, Part(first)], width), *([Part(" " * _DETAIL_COLUMN), Part(text)] for text in others)]
     return lines
 
 
 def _blocks(row: RequestRow, width: int) -> list[Line]:
     lines = [rule("block table", width, f"{row.num_blocks} blocks")]
     text = " ".join(map(str, row.block_ids)) or "holds no block"
-    return lines + [[Part(line, "block_used" if row.block_ids else "muted")] for line in textwrap.wrap(text, max(10, width))]
+    return lines + [[Part(line, "block_used" if row.block_ids else "muted")] for line in wrap(text, width)]
 
 
-def _params(row: RequestRow, width: int) -> list[Line]:
+def _params(row: RequestRow, width: int, *, with_defaults: bool) -> list[Line]:
     lines = [rule("sampling parameters", width)]
     if row.sampling_params is None:
         return [*lines, [Part("not known: it was first scheduled before this viewer attached", "muted")]]
@@ -121,17 +148,22 @@ def _params(row: RequestRow, width: int) -> list[Line]:
     for field in dataclasses.fields(row.sampling_params):
         value = getattr(row.sampling_params, field.name)
         (given if value != getattr(defaults, field.name) else others).append(f"{field.name}={value!r}")
-    texts = [(clean("  ".join(given)), "text"), (clean("defaults: " + "  ".join(others)), "muted")]
-    return lines + [[Part(line, role)] for text, role in texts if text for line in textwrap.wrap(text, max(10, width))]
+    lines += [[Part(line)] for line in wrap(clean("  ".join(given)) or "all have their defaults", width)]
+    if with_defaults:
+        return lines + [[Part(line, "muted")] for line in wrap(clean("defaults: " + "  ".join(others)), width)]
+    return [*lines, [Hot(f"and {len(others)} that have their default (o shows them)", "muted", "fold")]] if others else lines
 
 
-def _texts(row: RequestRow, width: int) -> list[Line]:
+def _texts(row: RequestRow | None, answer: Answer | None, width: int) -> list[Line]:
+    """Prompt and output as far as they are known: from events, or because the prompt was sent from here."""
+    prompt = answer.prompt if answer is not None else row.prompt if row is not None else None
+    output = answer.text if answer is not None else row.text if row is not None else None
     lines: list[Line] = []
-    for title, text in (("prompt", row.prompt), ("output", row.text)):
+    for title, text in (("prompt", prompt), ("output", output)):
         if text is not None:
             lines.append(rule(title, width))
             for paragraph in text.splitlines() or [""]:
-                lines += [[Part(line)] for line in textwrap.wrap(clean(paragraph), max(10, width)) or [""]]
+                lines += [[Part(line)] for line in wrap(clean(paragraph), width)]
     if not lines:
         lines = [rule("text", width), [Part("the engine does not publish texts (it is asked for with --events-text)", "muted")]]
     return lines

@@ -13,6 +13,12 @@ KIND_LETTERS: dict[str, str] = {"prefill": "p", "chunk": "c", "decode": "d", "re
 KIND_FILLS: dict[str, str] = {"prefill": "█", "chunk": "▓", "decode": "▒", "resumed": "▚"}
 NOTHING = "·"
 
+# What a request did in a step of the waterfall; a waiting one shows the letter of the reason instead.
+CELL_GLYPHS: dict[str, str] = {
+    "none": " ", "waiting": "·", "preempted": "!", "idle": "-", "decode": "▒", "draft": "2", "chunk": "▓", "prefill": "█",
+    "resumed": "▚", "ended": "x", "aborted": "X", "mixed": "▌",
+}  # fmt: skip
+
 LANE_FILLS: dict[str, str] = {"schedule": "▚", "execute": "█", "sample": "▓", "update": "▒"}
 
 BLOCK_WORDS: dict[str, str] = {"free_cached": "free cached", "allocated": "taken"}
@@ -20,3 +26,5 @@ BLOCK_WORDS: dict[str, str] = {"free_cached": "free cached", "allocated": "taken
 BLOCK_GLYPHS: dict[str, str] = {"empty": "·", "free_cached": "░", "used": "█", "shared": "▓", "allocated": "+", "released": "-"}
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 LIT = "#"  # a block of the selected request
+PLACE = "»"  # in front of the place of a free block in the order of eviction
+EVICTED = "x"  # a block whose cached content was just lost to a new owner

@@ -84,7 +84,7 @@ def request_columns(moment: Moment) -> tuple[Column[RequestRow], ...]:
         text_column("request", "request", 9, lambda row: row.request_id, importance=100, max_width=28),
         Column("state", "state", 11, state_cell, state_text, importance=99, right=False),
         Column("step", "step", 5, step_cell, this_step, importance=98),
-        Column("tokens", "tokens", 12, token_bar, lambda row: row.num_tokens, importance=96, right=False, max_width=80),
+        Column("tokens", "tokens", 12, token_bar, lambda row: row.num_tokens, importance=96, right=False, max_width=56),
         count("prompt", "prompt", 6, "num_prompt_tokens", 90),
         count("cached", "cached", 6, "num_cached_tokens", 60),
         count("computed", "comp", 6, "num_computed_tokens", 70),
@@ -101,6 +101,7 @@ def request_columns(moment: Moment) -> tuple[Column[RequestRow], ...]:
             lambda row: row.age(moment.now),
             importance=85,
         ),
+        Column("wait", "wait", 6, lambda row, size: duration_cell(row.queue_wait, size), lambda row: row.queue_wait, importance=62),
         Column("ttft", "ttft", 6, lambda row, size: duration_cell(row.ttft, size), lambda row: row.ttft, importance=65),
         Column("rate", "tok/s", 5, lambda row, size: [Part(number(row.rate, size))], lambda row: row.rate, importance=80),
     )

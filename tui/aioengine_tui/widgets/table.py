@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from aioengine_tui.widgets.text import Line, Part, clean, fit, fit_middle
+from aioengine_tui.widgets.text import Hot, Line, Part, clean, fit, fit_middle
 
 Row = TypeVar("Row")
 
@@ -65,13 +65,17 @@ def choose_columns(columns: Sequence[Column[Row]], width: int) -> list[tuple[Col
     return list(zip(chosen, sizes, strict=True))
 
 
-def header_line(chosen: Sequence[tuple[Column[Row], int]], *, sort: str, reverse: bool) -> Line:
+def header_line(chosen: Sequence[tuple[Column[Row], int]], *, sort: str = "", reverse: bool = False, can_sort: bool = True) -> Line:
+    """The titles; an arrow says by which column the rows are sorted and whether upwards. A click on a title sorts by it."""
     line: Line = []
     for index, (column, size) in enumerate(chosen):
         if index:
             line.append(Part(" ", "header"))
-        arrow = ("↑" if not reverse else "↓") if column.name == sort else ""
-        line.append(Part(fit(column.title[: size - len(arrow)] + arrow, size, right=column.right), "header"))
+        is_sort = column.name == sort
+        arrow = ("↓" if reverse else "↑") if is_sort else ""
+        text = fit(column.title[: size - len(arrow)] + arrow, size, right=column.right)
+        role = "header_on" if is_sort else "header"
+        line.append(Hot(text, role, f"sort_by('{column.name}')") if can_sort else Part(text, role))
     return line
 
 

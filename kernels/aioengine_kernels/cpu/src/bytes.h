@@ -29,7 +29,7 @@ AIO_INLINE void write_row(const float* x, i64 groups, i64 rows, i64 m, const Int
     tile.unit[b * rows + m] = rounding.unit;
     tile.scaled_sum[b * rows + m] = rounding.unit * (float)sum;
     tile.offset[b * rows + m] = -Traits<F>::zero * sum;
-    if (!rounding.single) mark_both(tile, b);
+    if (!rounding.single) mark_higher(tile, b, 1);
   }
 }
 
@@ -82,17 +82,19 @@ AIO_INLINE void add_group(const uint8_t* scales, i64 b, const IntegerTile& x, fl
 
 // y[MR][16] of one panel. With one digit the sum is that of the numbers over 256, and the scale 256 times as large: powers of two, so
 // a row's bits are the same in either branch.
-template <int F, int MR, bool fast>
-static void integer_tile(const uint8_t* q, const uint8_t* scales, i64 groups, i64 ahead, const IntegerTile& x, float* y, i64 ldy) {
+template <int F, int MR, int NP, bool fast>
+static void integer_tile(const uint8_t* q, i64, i64 groups, const Ahead& ahead, const IntegerTile& x, float* y, i64 ldy) {
+  static_assert(NP == 1, "one panel");
+  const uint8_t* scales = q + groups * Traits<F>::quant_bytes;
   const int8_t *high = x.q, *low = x.q + groups * MR * kGroup;
   vf f[MR][2];
 #pragma GCC unroll 8
   for (int m = 0; m < MR; m++) f[m][0] = f[m][1] = vzero();
   for (i64 b = 0; b < groups; b++, q += Traits<F>::quant_bytes, scales += Traits<F>::scale_bytes, high += kGroup * MR, low += kGroup * MR) {
-    if (ahead) prefetch_group<F>(q, scales, ahead);
+    if (b >= ahead.first && b < ahead.last) prefetch_group<F>(q, scales, ahead.bytes);
     __m256i c[MR][2];
     multiply_digit<MR>(q, high, c);
-    if (!x.both[b]) {
+    if (!x.higher[b]) {
       add_group<F, MR>(scales, b, x, 256.0f, 8, c, f, [](__m256i sum, int, int) { return sum; });
       continue;
     }
@@ -112,4 +114,6 @@ static void integer_tile(const uint8_t* q, const uint8_t* scales, i64 groups, i6
     for (int v = 0; v < 2; v++) vstore(y + m * ldy + v * 8, f[m][v]);
 }
 
-constexpr int kIntegerRows = 6, kTilesAtATime = 1;
+template <int F>
+constexpr int kPanels = 1;
+constexpr int kIntegerSums = 6;

@@ -163,6 +163,19 @@ struct Step {
   int32_t isa, num_threads, kv_type, block_size, num_heads, num_kv_heads, head_dim;
 };
 
+enum PeakKind : int32_t { kPeakFma = 0, kPeakInt8 = 1, kPeakBf16 = 2, kPeakRead = 3 };
+constexpr int kMostPeakThreads = 256;
+
+// Loops that do nothing but multiply, or read the data, each thread its share (peak.h).
+struct PeakArgs {
+  int32_t isa;
+  int32_t kind;
+  int32_t num_threads;
+  i64 repeats;
+  const uint8_t* data;
+  i64 bytes;
+};
+
 struct Kernels {
   void (*linear_exact)(const LinearArgs*);
   void (*linear_fast)(const LinearArgs*);
@@ -170,6 +183,7 @@ struct Kernels {
   void (*rope_cache)(const RopeCacheArgs*);
   void (*rms_norm)(const RmsNormArgs*);
   void (*silu_mul)(const SiluMulArgs*);
+  double (*peak)(const PeakArgs*);  // operations or bytes; 0: the instruction set, or this CPU, has no such instruction
 };
 
 const Kernels& kernels_of(int32_t isa);

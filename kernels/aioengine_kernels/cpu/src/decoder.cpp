@@ -68,7 +68,7 @@ i64 find_row(const std::vector<double>& costs, i64 first, double target) {
 // One piece for all threads, or pieces of about the same cost, a multiple of the number of threads.
 std::vector<Rows> share_rows(const Step& s, const Layer& layer) {
   const bool all_owned = s.query_start_loc[s.num_reqs] == s.m;  // else rows of no request follow, whose cost is not known
-  if (s.num_threads > 1 && s.m >= fewest_rows(s.num_threads) * s.num_threads && all_owned) {
+  if (s.m >= fewest_rows(s.num_threads) * s.num_threads && all_owned) {
     const i64 pieces = (s.m + kMostRows * s.num_threads - 1) / (kMostRows * s.num_threads) * s.num_threads;
     const std::vector<double> costs = sum_costs(s, layer);
     const double share = costs[s.m] / (double)pieces;

@@ -2,25 +2,32 @@
 //
 // Activations become whole numbers of 16 bits, a unit for each group of 32, in two signed digits of 8 bits; weights have 4 or 8 bits.
 // Products and sums inside a group are exact, sums over groups are one float32 chain. `exact` gives every group its two digits: what
-// is lost is the rounding of the activations, about 2e-5 of a result. `fast` gives most groups only the higher digit (their numbers
-// are multiples of 256), and both to those that stand out of their row: few numbers, always much the same columns, carry most of what
-// rounding to 8 bits loses (Dettmers et al., LLM.int8(), 2022, keep such columns in 16 bits for the same reason).
+// is lost is the rounding of the activations, about 2e-5 of a result. `fast` gives most groups only one, and two to those that stand
+// out of their row: few numbers, always much the same columns, carry most of what rounding to 8 bits loses (Dettmers et al., LLM.int8(),
+// 2022, keep such columns in 16 bits for the same reason). On AVX-512 a number that stands out does not change the unit of its group:
+// it alone has a second digit, and the second pass meets only the four columns around it.
 
 constexpr float kSplitTop = 32639.0f;       // 127 * 256 + 127: two signed digits
 constexpr float kDigitTop = 127.0f;         // one
 constexpr float kLargestFinite = 3.4e38f;   // infinity and NaN are not below it; the last half percent of the range counts as infinite
 constexpr float kNothing = 1e-20f;          // a group without a larger magnitude counts as zeros
-constexpr float kStandsOut = 8.0f;          // a group does whose largest magnitude is this many times the row's root mean square
+// A number stands out whose magnitude is this many times the root mean square of its row. What that costs differs: a second pass over
+// four columns on AVX-512, over a group of 32 elsewhere.
+#if AIO_ISA == 512
+constexpr float kStandsOut = 4.0f;
+#else
+constexpr float kStandsOut = 8.0f;
+#endif
 
 // A tile of rows. q: as each instruction set likes it, two bytes a number; unit and scaled_sum [groups][rows];
 // offset [groups][halves][rows] = -zero * the sum of the numbers, what the unsigned storage of the weights added;
-// both [groups]: 1 where a row of the tile has a second digit.
+// higher [groups]: a bit for each four columns in which a row of the tile has a higher digit (AVX-512), or 1 (AVX2); 0: no row has one.
 struct IntegerTile {
   int8_t* q;
   float* unit;
   float* scaled_sum;
   int32_t* offset;
-  uint8_t* both;
+  uint8_t* higher;
 };
 
 // The same for all tiles: tile t starts at first(t) * (elements a row).
@@ -34,14 +41,14 @@ struct IntegerRows {
     all.unit = (float*)(all.q + a.m * k * 2);
     all.scaled_sum = all.unit + a.m * groups;
     all.offset = (int32_t*)(all.scaled_sum + a.m * groups);
-    all.both = (uint8_t*)(all.offset + a.m * groups * halves);
-    __builtin_memset(all.both, 0, tiles.count * groups);
+    all.higher = (uint8_t*)(all.offset + a.m * groups * halves);
+    __builtin_memset(all.higher, 0, tiles.count * groups);
   }
 
   IntegerTile tile(const RowTiles& tiles, i64 t) const {
     const i64 first = tiles.first(t);
     return {all.q + first * k * 2, all.unit + first * groups, all.scaled_sum + first * groups, all.offset + first * groups * halves,
-            all.both + t * groups};
+            all.higher + t * groups};
   }
 };
 
@@ -76,7 +83,12 @@ AIO_INLINE Rounding choose_rounding(float top, float limit) {
 }
 
 // Rows of one tile are written by several threads.
-AIO_INLINE void mark_both(const IntegerTile& tile, i64 group) { __atomic_store_n(tile.both + group, (uint8_t)1, __ATOMIC_RELAXED); }
+AIO_INLINE void mark_higher(const IntegerTile& tile, i64 group, uint8_t quads) { __atomic_fetch_or(tile.higher + group, quads, __ATOMIC_RELAXED); }
 
 // The magnitude above which a group of this row gets its second digit. NaN if the row has a number that is not finite.
 AIO_INLINE float standing_out(const float* x, i64 k) { return kStandsOut * __builtin_sqrtf(sum_of_squares(x, k) / (float)k); }
+
+// Groups first .. last - 1 are asked for in panels `bytes` further on.
+struct Ahead {
+  i64 bytes, first, last;
+};

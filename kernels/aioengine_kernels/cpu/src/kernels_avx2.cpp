@@ -21,7 +21,9 @@ namespace {
 #include "attention.h"
 
 #include "fused.h"
+
+#include "peak.h"
 }  // namespace
-extern const Kernels kAvx2Kernels = {linear_exact, linear_fast, attention, rope_cache, rms_norm, silu_mul};
+extern const Kernels kAvx2Kernels = {linear_exact, linear_fast, attention, rope_cache, rms_norm, silu_mul, peak};
 }  // namespace aio
 #endif

@@ -18,7 +18,9 @@ namespace {
 #include "attention.h"
 
 #include "fused.h"
+
+#include "peak.h"
 }  // namespace
-extern const Kernels kPortableKernels = {linear_exact, linear_fast, attention, rope_cache, rms_norm, silu_mul};
+extern const Kernels kPortableKernels = {linear_exact, linear_fast, attention, rope_cache, rms_norm, silu_mul, peak};
 }  // namespace aio
 

@@ -168,19 +168,18 @@ static void exact_format(const LinearArgs& a) {
 
 // ---- by integers -------------------------------------------------------------------------------------------------
 
-constexpr int kPanelsAtATime = 8;
-
-// `rows` rows of x against one panel.
-template <int F, bool fast>
-static void integer_panel(const LinearArgs& a, const uint8_t* panel, i64 ahead, i64 n0, i64 m0, i64 rows, const IntegerTile& x) {
-  const i64 groups = a.k / kGroup, columns = imin(16, a.n - n0);
-  alignas(64) float buffer[kIntegerRows * 16];
-  float *out = a.y + m0 * a.ldy + n0, *y = columns == 16 ? out : buffer;
-  const i64 ldy = columns == 16 ? a.ldy : 16;
+// `rows` rows of x against NP panels.
+template <int F, bool fast, int NP>
+static void integer_panels(const LinearArgs& a, const uint8_t* panel, i64 panel_bytes, const Ahead& ahead, i64 n0, i64 m0, i64 rows,
+                           const IntegerTile& x) {
+  constexpr int most = kIntegerSums / kPanels<F>;  // rows
+  const i64 groups = a.k / kGroup, columns = imin(16 * NP, a.n - n0);  // several panels are whole ones
+  alignas(64) float buffer[most * 16];
+  float *out = a.y + m0 * a.ldy + n0, *y = columns == 16 * NP ? out : buffer;
+  const i64 ldy = columns == 16 * NP ? a.ldy : 16;
 #define AIO_CASE(MR) \
   case MR:           \
-    if (MR <= kIntegerRows) \
-      integer_tile<F, (MR <= kIntegerRows ? MR : 1), fast>(panel, panel + groups * Traits<F>::quant_bytes, groups, ahead, x, y, ldy); \
+    if (MR <= most) integer_tile<F, (MR <= most ? MR : 1), NP, fast>(panel, panel_bytes, groups, ahead, x, y, ldy); \
     break;
   switch (rows) {
     AIO_CASE(1) AIO_CASE(2) AIO_CASE(3) AIO_CASE(4) AIO_CASE(5) AIO_CASE(6)
@@ -188,26 +187,40 @@ static void integer_panel(const LinearArgs& a, const uint8_t* panel, i64 ahead, 
   }
 #undef AIO_CASE
   for (i64 m = 0; m < rows; m++) {
-    if (columns < 16)
+    if (y == buffer)
       for (i64 n = 0; n < columns; n++) out[m * a.ldy + n] = buffer[m * 16 + n];
     if (a.bias)
       for (i64 n = 0; n < columns; n++) out[m * a.ldy + n] += a.bias[n0 + n];
   }
 }
 
+// So few rows are bound by reading the weights: a thread takes one run of panels, for what it asks for ahead of time is its own.
+constexpr i64 kFewRows = 4;
+constexpr i64 kPanelsAtATime = 8;
+
+// A tile of x stays in L1 while a few panels, which stay in L2, pass by; then comes the next tile, at the end the next panels. Each tile
+// asks for its share of those.
 template <int F, bool fast>
 static void integer_format(const LinearArgs& a) {
-  const RowTiles tiles(a.m, kIntegerRows);
+  constexpr int NP = kPanels<F>;
+  const RowTiles tiles(a.m, kIntegerSums / NP);
   const IntegerRows x(a, tiles, Traits<F>::halves);
   fill_rows(a, tiles, x, [&](const float* row, i64 rows, i64 m, const IntegerTile& tile) { write_row<F, fast>(row, x.groups, rows, m, tile); });
-  const i64 panel_bytes = panel_layout(F, a.k).bytes, panels = ceil_div(a.n, 16);
-  parallel(a.num_threads, panels, imax(1, panels / (8 * a.num_threads)), [&](i64 begin, i64 end) {
-    // A few tiles of x stay in L1 while a few panels, which stay in L2, pass by.
-    for (i64 p0 = begin; p0 < end; p0 += kPanelsAtATime)
-      for (i64 t0 = 0; t0 < tiles.count; t0 += kTilesAtATime)
-        for (i64 p = p0; p < imin(p0 + kPanelsAtATime, end); p++)
-          for (i64 t = t0; t < imin(t0 + kTilesAtATime, tiles.count); t++)
-            integer_panel<F, fast>(a, a.weights + p * panel_bytes, t ? 0 : panel_bytes, p * 16, tiles.first(t), tiles.rows(t), x.tile(tiles, t));
+  const i64 panel_bytes = panel_layout(F, a.k).bytes, panels = ceil_div(a.n, 16), whole = a.n / 16;
+  const i64 chunk = a.m <= kFewRows ? ceil_div(panels, a.num_threads) : imax(1, panels / (8 * a.num_threads));
+  parallel(a.num_threads, panels, ceil_div(chunk, NP) * NP, [&](i64 begin, i64 end) {
+    for (i64 p0 = begin, p1; p0 < end; p0 = p1) {
+      p1 = imin(p0 + kPanelsAtATime, end);
+      for (i64 t = 0; t < tiles.count; t++) {
+        const Ahead ahead = {kPanelsAtATime * panel_bytes, t * x.groups / tiles.count, (t + 1) * x.groups / tiles.count};
+        for (i64 p = p0, next; p < p1; p = next) {
+          next = p + NP <= imin(p1, whole) ? p + NP : p + 1;
+          const uint8_t* panel = a.weights + p * panel_bytes;
+          if (next == p + NP) integer_panels<F, fast, NP>(a, panel, panel_bytes, ahead, p * 16, tiles.first(t), tiles.rows(t), x.tile(tiles, t));
+          else integer_panels<F, fast, 1>(a, panel, panel_bytes, ahead, p * 16, tiles.first(t), tiles.rows(t), x.tile(tiles, t));
+        }
+      }
+    }
   });
 }
 

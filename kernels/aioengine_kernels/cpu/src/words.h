@@ -30,13 +30,15 @@ AIO_INLINE void write_row(const float* x, i64 groups, i64 rows, i64 m, const Int
 }
 
 // y[MR][16] of one panel.
-template <int F, int MR, bool fast>
-static void integer_tile(const uint8_t* q, const uint8_t* scales, i64 groups, i64 ahead, const IntegerTile& x, float* y, i64 ldy) {
+template <int F, int MR, int NP, bool fast>
+static void integer_tile(const uint8_t* q, i64, i64 groups, const Ahead& ahead, const IntegerTile& x, float* y, i64 ldy) {
+  static_assert(NP == 1, "one panel");
+  const uint8_t* scales = q + groups * Traits<F>::quant_bytes;
   constexpr int halves = Traits<F>::halves, columns = kGroup / halves;
   vf f[MR][kV];
   for (int m = 0; m < MR; m++) f[m][0] = f[m][1] = vzero();
   for (i64 b = 0; b < groups; b++, q += Traits<F>::quant_bytes, scales += Traits<F>::scale_bytes) {
-    if (ahead) prefetch_group<F>(q, scales, ahead);
+    if (b >= ahead.first && b < ahead.last) prefetch_group<F>(q, scales, ahead.bytes);
     const int16_t* numbers = (const int16_t*)x.q + b * MR * kGroup;
     for (int h = 0; h < halves; h++) {
       int32_t c[MR][16];
@@ -64,4 +66,6 @@ static void integer_tile(const uint8_t* q, const uint8_t* scales, i64 groups, i6
     for (int v = 0; v < kV; v++) vstore(y + m * ldy + v * kW, f[m][v]);
 }
 
-constexpr int kIntegerRows = 4, kTilesAtATime = 3;
+template <int F>
+constexpr int kPanels = 1;
+constexpr int kIntegerSums = 4;

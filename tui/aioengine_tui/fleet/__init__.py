@@ -1,0 +1,1 @@
+"""Several engines at once: followed, added up, listed."""
