@@ -19,7 +19,7 @@ def add_replay(commands: Any) -> None:
         epilog="""\
 examples:
   aioengine replay steps.jsonl                         every frame, no model needed
-  aioengine replay steps.jsonl --verify tokens         every token and log-probability, on a fresh worker (--publish-text)
+  aioengine replay steps.jsonl --verify tokens         every token and log-probability, on a fresh worker (--events-text)
   aioengine replay steps.jsonl --until 417 --json
 """,
     )

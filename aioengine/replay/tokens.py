@@ -47,7 +47,7 @@ async def replay_tokens(header: WireHeader, events: Iterable[Event], *, model: s
     ModelError if there is no model.
     """
     if not header.include_prompts:
-        raise ConfigError("the recording holds no token ids (it was written without --publish-text): only its frames can be verified")
+        raise ConfigError("the recording holds no token ids (it was written without --events-text): only its frames can be verified")
     settings = read_settings(header)
     config = _read_config(header)
     files = resolve_model(model or _place(config.model))

@@ -6,9 +6,9 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
-from aioengine.config import CacheConfig, SchedulerConfig
+from aioengine.config import CacheConfig, SchedulerConfig, SchedulingPolicy
 from aioengine.errors import ConfigError
 from aioengine_bench.simulate.cost import HostCost, StepCost
 
@@ -76,8 +76,8 @@ def _replace(target: Any, name: str, value: Value) -> Any:
         raise ConfigError(f"{name} is {before!r} and cannot become {value!r}")
     if isinstance(before, int) and isinstance(value, float):
         raise ConfigError(f"{name} must be a whole number, got {value}")
-    if name == "policy" and value not in ("fcfs", "priority"):
-        raise ConfigError(f"scheduling_policy must be fcfs or priority, got {value!r}")
+    if name == "policy" and value not in get_args(SchedulingPolicy):
+        raise ConfigError(f"scheduling_policy must be one of {get_args(SchedulingPolicy)}, got {value!r}")
     return dataclasses.replace(target, **{name: value})
 
 

@@ -194,10 +194,10 @@ def from_recording(recording: Recording) -> Trace:
             found.append(
                 Arrival(
                     len(found),
-                    info.arrival_time,
-                    info.num_prompt_tokens,
+                    ended.arrival_time,
+                    ended.num_prompt_tokens,
                     end.num_output_tokens,
-                    info.priority,
+                    ended.priority,
                     block_hashes=hashes[end.request_id],
                 )
             )
