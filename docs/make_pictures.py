@@ -1,6 +1,6 @@
 """Makes the pictures of README.md and docs/ from a recording of a busy engine, one for each screen of the dashboard.
 
-    python docs/make_pictures.py                      # records for 45 s first: the machine should have nothing else to do
+    python docs/make_pictures.py                      # records for 90 s first: the machine should have nothing else to do
     python docs/make_pictures.py --recording FILE     # of one that was made before (with --keep FILE)
 
 Every screen is drawn twice, for dark and for light pages. The moment is the busiest step of the recording; the picture of the
@@ -40,7 +40,7 @@ SCREENS = re.compile(r"(<!-- screens -->\n).*?(<!-- /screens -->)", re.DOTALL)
 TOUR = Path(__file__).with_name("tour.jsonl")
 TOUR_STEPS, TOUR_SIZE = (1, 5, 25), (100, 18)
 SIZE = (120, 34)
-RECORDED_S = 45.0
+RECORDED_S = 90.0
 PLAYED = ("waterfall", "step")  # of these the README plays the first that the dashboard has
 PLAYED_SIZE, NUM_FRAMES, FRAME_S, STEPS_A_FRAME = (110, 30), 20, 0.5, 3
 BEFORE, AFTER = 60, 40  # the steps that count for how busy a moment is

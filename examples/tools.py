@@ -23,10 +23,12 @@ def main() -> None:
     client = OpenAI(base_url=os.environ.get("BASE_URL", "http://127.0.0.1:8000/v1"), api_key="none")
     messages: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
     # "required" goes by a grammar over the tools' schemas: any model's call is valid.
-    first = client.chat.completions.create(model="smollm2", messages=messages, tools=[WEATHER], tool_choice="required").choices[0].message
+    asked: Any = client.chat.completions.create(model="smollm2", messages=messages, tools=[WEATHER], tool_choice="required")
+    first = asked.choices[0].message
     (call,) = first.tool_calls
-    result = get_weather(**json.loads(call.function.arguments))
-    print(f"{call.function.name}({call.function.arguments}) -> {result}")
+    arguments = json.loads(call.function.arguments)
+    result = get_weather(**arguments)
+    print(f"{call.function.name}({arguments}) -> {result}")
     messages += [first.to_dict(), {"role": "tool", "tool_call_id": call.id, "content": result}]
     print(client.chat.completions.create(model="smollm2", messages=messages, max_tokens=40).choices[0].message.content)
 

@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from aioengine.errors import ConfigError
 from aioengine_bench.flags import (
     add_dataset_options,
     add_load_options,
@@ -25,6 +26,7 @@ from aioengine_bench.flags import (
 from aioengine_bench.options import add_options, given, refuse_unused
 from aioengine_bench.settings import (
     CompareSettings,
+    DiffSettings,
     KernelSettings,
     LatencySettings,
     OverheadSettings,
@@ -33,6 +35,7 @@ from aioengine_bench.settings import (
     SweepSettings,
     ThroughputSettings,
 )
+from aioengine_bench.simulate.settings import SimulateSettings
 from aioengine_bench.specs import SaveOptions
 
 if TYPE_CHECKING:
@@ -54,7 +57,8 @@ examples:
 def add_subcommands(parser: Any, host: Host) -> None:
     """Give `parser` (of `aioengine bench`) its subcommands; each sets `handler(args, start_time)`."""
     commands = parser.add_subparsers(title="commands", dest="bench_command", metavar="COMMAND", required=True, prog="aioengine bench")
-    for add in (_add_throughput, _add_latency, _add_serve, _add_sweep, _add_overhead, _add_kernels, _add_compare, _add_report):
+    measure = (_add_throughput, _add_latency, _add_serve, _add_sweep, _add_overhead, _add_kernels, _add_compare)
+    for add in (*measure, _add_simulate, _add_diff, _add_report):
         add(commands, host)
 
 
@@ -229,6 +233,45 @@ def _add_overhead(commands: Any, host: Host) -> None:
     parser.set_defaults(handler=handle)
 
 
+def _add_simulate(commands: Any, host: Host) -> None:
+    parser = _command(
+        commands,
+        "simulate",
+        "the real scheduler on a virtual clock: other traffic, other settings, other machines, no model",
+        """\
+  aioengine bench simulate --trace AzureLLMInferenceTrace_conv.csv --roofline llama-3-8b,h100 --max-num-batched-tokens 8192
+  aioengine bench simulate --from-recording prod.jsonl --set max_num_batched_tokens=1024
+  aioengine bench simulate --trace conversation_trace.jsonl --replicas 4 --routing prefix_aware
+  aioengine bench simulate --from-recording prod.jsonl --goal "ttft_p99<=500,tpot_p50<=40" --vary max_num_seqs=16:256
+  aioengine bench simulate --from-recording prod.jsonl --record sim.jsonl      then: aioengine top sim.jsonl
+""",
+    )
+    add_options(parser, SimulateSettings)
+    add_load_options(parser)
+    add_metric_options(parser)
+    add_dataset_options(parser, num_prompts=100)
+    add_save_options(parser)
+    host.add_engine_options(parser)
+
+    def handle(args: argparse.Namespace, start_time: float) -> None:
+        from aioengine_bench.simulate.command import run_simulate
+
+        publish = host.publish_options(args)
+        if publish.events is not None:
+            raise ConfigError("--events is for an engine that runs: --record writes what aioengine top plays")
+        settings = SimulateSettings(**given(args, SimulateSettings), record=None if publish.record is None else str(publish.record))
+        serve = ServeSettings(
+            **given(args, ServeSettings),
+            config=host.engine_config(args),
+            dataset=dataset_spec(args),
+            arrivals=arrival_process(args),
+            save=save_options(args),
+        )
+        run_simulate(settings, serve)
+
+    parser.set_defaults(handler=handle)
+
+
 def _add_kernels(commands: Any, host: Host) -> None:
     parser = _command(
         commands,
@@ -305,6 +348,30 @@ def _add_report(commands: Any, host: Host) -> None:
         from aioengine_bench.report import report
 
         report(ReportSettings(**given(args, ReportSettings), inputs=_files(args.files)))
+
+    parser.set_defaults(handler=handle)
+
+
+def _add_diff(commands: Any, host: Host) -> None:
+    parser: argparse.ArgumentParser = _command(
+        commands,
+        "diff",
+        "two result files beside each other, with an exit status for regressions",
+        """\
+  aioengine bench diff before.json after.json
+  aioengine bench diff before.json after.json --fail-if 'output_throughput<-5%' --fail-if 'p99_ttft_ms>+20'
+""",
+    )
+    parser.usage = "aioengine bench diff [options] BEFORE AFTER"
+    parser.add_argument("before", metavar="BEFORE", help="a result of --save-result")
+    parser.add_argument("after", metavar="AFTER", help="another one, of the same work")
+    add_options(parser, DiffSettings)
+    host.add_log_option(parser)
+
+    def handle(args: argparse.Namespace, start_time: float) -> None:
+        from aioengine_bench.diff import diff
+
+        diff(DiffSettings(**given(args, DiffSettings), before=args.before, after=args.after))
 
     parser.set_defaults(handler=handle)
 

@@ -26,6 +26,8 @@ from aioengine_bench.workloads import load_workload
 _MIN_TOKENS = 4
 _MAX_PROMPT_TOKENS = 1024
 _MAX_TOTAL_TOKENS = 2048
+_TRACE_BLOCK = 512  # tokens that one hash of a Mooncake trace stands for
+_JOINT = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,26 +207,66 @@ def _encode_messages(spec: DatasetSpec, number: int, messages: list[Any], tokeni
     return tokenizer.encode(text, add_special_tokens=False)
 
 
+@dataclass(frozen=True, slots=True)
+class _TraceRow:
+    timestamp: float  # milliseconds
+    input_len: int
+    output_len: int
+    hash_ids: list[int] | None  # of its blocks, where the trace tells which are shared
+
+
 def _timed_trace(spec: DatasetSpec, source: _Source) -> list[BenchRequest]:
     """JSON lines with `timestamp` (milliseconds), `input_length` and `output_length`: lengths and times of real traffic.
 
-    Sorted by time: traces that were put together from several machines are not. The first one arrives at 0.
+    Sorted by time: traces that were put together from several machines are not. The first one arrives at 0. With `hash_ids`
+    (Mooncake's traces), one for each 512 tokens of the prompt, blocks with the same id are the same tokens.
     """
-    rows: list[tuple[float, int, int]] = []
+    rows: list[_TraceRow] = []
     for number, line in _lines(spec):
         timestamp = line.get("timestamp")
         if not isinstance(timestamp, (int, float)) or isinstance(timestamp, bool) or not math.isfinite(timestamp):
             raise ConfigError(f"{spec.path}, line {number}: `timestamp` must be a number of milliseconds, got {_short(timestamp)}")
-        lengths = (_whole(spec, number, line, "input_length", None), _whole(spec, number, line, "output_length", None))
-        rows.append((timestamp, *lengths))
+        input_len, output_len = _whole(spec, number, line, "input_length", None), _whole(spec, number, line, "output_length", None)
+        rows.append(_TraceRow(timestamp, input_len, output_len, _hash_ids(spec, number, line, input_len)))
     if not rows:
         raise ConfigError(f"{spec.path} has no usable request")
-    rows.sort(key=lambda row: row[0])
+    rows.sort(key=lambda row: row.timestamp)
     prompts = source.prompts()
+    blocks: dict[int, list[int]] = {}
     return [
-        BenchRequest(prompts.make(input_len), output_len, arrival_time=(timestamp - rows[0][0]) / 1000)
-        for timestamp, input_len, output_len in rows[: spec.num_prompts]
+        BenchRequest(
+            prompts.make(row.input_len) if row.hash_ids is None else _join_blocks(row.hash_ids, row.input_len, blocks, prompts),
+            row.output_len,
+            arrival_time=(row.timestamp - rows[0].timestamp) / 1000,
+        )
+        for row in rows[: spec.num_prompts]
     ]
+
+
+def _hash_ids(spec: DatasetSpec, number: int, line: Mapping[str, Any], input_len: int) -> list[int] | None:
+    ids = line.get("hash_ids")
+    if ids is None:
+        return None
+    if not isinstance(ids, list) or not all(type(value) is int for value in ids):
+        raise ConfigError(f"{spec.path}, line {number}: `hash_ids` must be a list of whole numbers, got {_short(ids)}")
+    num_blocks = -(-input_len // _TRACE_BLOCK)
+    if len(ids) != num_blocks:
+        raise ConfigError(
+            f"{spec.path}, line {number}: {input_len} tokens are {num_blocks} blocks of {_TRACE_BLOCK}, but `hash_ids` has {len(ids)}"
+        )
+    return ids
+
+
+def _join_blocks(ids: Sequence[int], length: int, blocks: dict[int, list[int]], prompts: RandomPrompts) -> list[int]:
+    """The prompt of these blocks, the last one cut to `length`. Each id's tokens are drawn when it is first met."""
+    token_ids: list[int] = []
+    for block_id in ids:
+        if block_id not in blocks:
+            # After a few tokens of what it follows, so that they do not merge.
+            joint = token_ids[-_JOINT:]
+            blocks[block_id] = prompts.extend(joint, _TRACE_BLOCK)[len(joint) :]
+        token_ids += blocks[block_id]
+    return token_ids[:length]
 
 
 def _whole(spec: DatasetSpec, number: int, line: Mapping[str, Any], key: str, default: int | None) -> int:

@@ -27,25 +27,21 @@ _DIGITS = {"fast": 1, "exact": 2}  # products with an activation's digit, at lea
 COPIES_BYTES = 64 << 20  # more than an L3 that two cores get
 
 
-def roofline_rows(
-    *, num_tokens: Sequence[int], threads: Sequence[int], min_time: float, copies_bytes: int | None = None
-) -> Iterator[dict[str, Any]]:
-    """One row a matrix, mode, number of rows, number of threads and instruction set; before them the peaks. Raises ConfigError.
-
-    copies_bytes: of the copies of one matrix together; None: COPIES_BYTES.
-    """
+def roofline_rows(*, num_tokens: Sequence[int], threads: Sequence[int], min_time: float) -> Iterator[dict[str, Any]]:
+    """One row a matrix, mode, number of rows, number of threads and instruction set; before them the peaks. Raises ConfigError."""
     from aioengine_kernels.cpu import status, supported_isas
     from aioengine_kernels.cpu.peak import measure_peak
 
     if (reason := status()) is not None:
         raise ConfigError(f"--roofline measures the native CPU kernels: {reason}")
-    matrices = _matrices(COPIES_BYTES if copies_bytes is None else copies_bytes)
-    for isa in supported_isas():
+    matrices = _matrices(COPIES_BYTES)
+    isas = supported_isas()
+    for isa in isas[1:] or isas:  # plain C++ is for processors that have nothing else
         for num_threads in threads:
             peak = measure_peak(isa=isa, num_threads=num_threads)
             yield _peak_row(peak)
             if peak.int8_ops_s is None:
-                continue  # plain C++ is for other processors than this one
+                continue  # there is no product of bytes to hold these to
             for name, copies in matrices.items():
                 for m in num_tokens:
                     for mode in _DIGITS:

@@ -15,17 +15,22 @@ from dataclasses import dataclass, field
 from aioengine.errors import EngineDeadError
 from aioengine_bench.client import Client, RequestAborted
 from aioengine_bench.datasets import BenchRequest
+from aioengine_bench.stops import Stops
 from aioengine_bench.timeline import Outcome, RequestRecord
 
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """records: in the order in which requests ended. duration: seconds from the start to the last content, or to the interruption."""
+    """records: in the order in which requests ended. duration: seconds from the start to the last content, or to where it was ended.
+
+    stop_reason: why it ended before its last request, in words.
+    """
 
     records: list[RequestRecord]
     start_time: float
     duration: float
     interrupted: bool = False
+    stop_reason: str | None = None
 
 
 @dataclass(slots=True)
@@ -42,7 +47,8 @@ class _Progress:
 class LoadGenerator:
     """Runs one load against one client.
 
-    max_concurrency: requests out at once; those due meanwhile wait here, which no latency includes.
+    max_concurrency: requests out at once; those due meanwhile wait here, which no latency includes. stops: what ends the run early:
+    requests that are out then are aborted, others never sent.
     on_done: called with each record as its request ends.
     """
 
@@ -53,6 +59,7 @@ class LoadGenerator:
         max_concurrency: int | None = None,
         on_done: Callable[[RequestRecord], object] | None = None,
         request_id_prefix: str = "bench-",
+        stops: Stops | None = None,
     ) -> None:
         self._client = client
         self._limit: contextlib.AbstractAsyncContextManager[object] = (
@@ -62,6 +69,11 @@ class LoadGenerator:
         self._request_id_prefix = request_id_prefix
         self._records: list[RequestRecord] = []
         self._engine_error: EngineDeadError | None = None
+        self._stops = stops or Stops()
+        self._timer: asyncio.Timeout | None = None
+        self._stop_reason: str | None = None
+        self._num_failed = 0
+        self._num_waiting = 0
 
     async def run(self, requests: Sequence[BenchRequest], due_times: Sequence[float]) -> LoadResult:
         """Send `requests[i]` `due_times[i]` seconds from now. Cancelling ends the run and still returns what there is.
@@ -72,23 +84,34 @@ class LoadGenerator:
         tasks: list[asyncio.Task[None]] = []
         interrupted = False
         try:
-            for index, (request, due) in enumerate(zip(requests, due_times, strict=True)):
-                delay = start + due - time.perf_counter()
-                if delay > 0:
-                    await asyncio.sleep(delay)
-                if self._engine_error is not None:
-                    break
-                tasks.append(asyncio.create_task(self._send(index, request, start + due)))
-            await asyncio.gather(*tasks)
+            async with asyncio.timeout(self._stops.max_duration) as self._timer:
+                for index, (request, due) in enumerate(zip(requests, due_times, strict=True)):
+                    delay = start + due - time.perf_counter()
+                    if delay > 0:
+                        await asyncio.sleep(delay)
+                    if self._engine_error is not None:
+                        break
+                    tasks.append(asyncio.create_task(self._send(index, request, start + due)))
+                await asyncio.gather(*tasks)
+        except TimeoutError:
+            self._stop_reason = self._stop_reason or self._stops.time_is_up
+            await _cancel(tasks)
         except asyncio.CancelledError:
             interrupted = True
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await _cancel(tasks)
         if self._engine_error is not None and not any(record.outcome == "completed" for record in self._records):
             raise self._engine_error
-        end = time.perf_counter() if interrupted else max((record.end_time for record in self._records), default=start)
-        return LoadResult(self._records, start, max(0.0, end - start), interrupted)
+        ended_early = interrupted or self._stop_reason is not None
+        end = time.perf_counter() if ended_early else max((record.end_time for record in self._records), default=start)
+        return LoadResult(self._records, start, max(0.0, end - start), interrupted, self._stop_reason)
+
+    def _look_whether_to_stop(self) -> None:
+        """After each request that was sent or has ended."""
+        if self._stop_reason is not None or self._timer is None:
+            return
+        self._stop_reason = self._stops.why(num_ended=len(self._records), num_failed=self._num_failed, num_waiting=self._num_waiting)
+        if self._stop_reason is not None:
+            self._timer.reschedule(asyncio.get_running_loop().time())
 
     async def _send(self, index: int, request: BenchRequest, due_time: float) -> None:
         progress: _Progress | None = None
@@ -96,9 +119,11 @@ class LoadGenerator:
         try:
             async with self._limit:
                 progress = _Progress(time.perf_counter())
+                self._num_waiting += 1
+                self._look_whether_to_stop()
                 await self._receive(index, request, progress)
         except asyncio.CancelledError:
-            outcome, error = "aborted", "interrupted"
+            outcome, error = "aborted", "interrupted" if self._timer is None or not self._timer.expired() else "the run was stopped"
             raise
         except RequestAborted as exc:
             outcome, error = "aborted", str(exc)
@@ -114,6 +139,7 @@ class LoadGenerator:
         chunks = self._client.send(request, request_id=f"{self._request_id_prefix}{index}")
         try:
             async for chunk in chunks:
+                self._num_waiting -= not progress.chunk_times
                 progress.chunk_times.append(time.perf_counter() if chunk.time is None else chunk.time)
                 progress.chunk_sizes.append(chunk.num_tokens)
                 progress.text.append(chunk.text)
@@ -138,5 +164,14 @@ class LoadGenerator:
             text="".join(progress.text),
             num_cached_tokens=progress.num_cached_tokens,
         )
+        self._num_waiting -= not progress.chunk_times
+        self._num_failed += kind == "failed"
         self._records.append(record)
         self._on_done(record)
+        self._look_whether_to_stop()
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

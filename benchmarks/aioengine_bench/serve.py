@@ -58,6 +58,7 @@ async def run_load(settings: ServeSettings, client: Client, requests: Sequence[B
             max_concurrency=settings.max_concurrency,
             on_done=lambda record: bar.update(),
             request_id_prefix=settings.request_id_prefix,
+            stops=settings.stops,
         )
         return await generator.run(requests, due_times(settings, requests))
 
@@ -90,6 +91,8 @@ def make_result(
         "benchmark": "serve",
         "dataset_name": settings.dataset.label,
         "interrupted": load.interrupted,
+        "stop_reason": load.stop_reason,
+        "num_not_sent": num_requests - len(load.records),
         "goodput_slo_ms": dict(settings.slo_ms),
     }
     if settings.save.detailed:
@@ -213,6 +216,8 @@ def report(settings: ServeSettings, result: dict[str, Any]) -> None:
     if settings.max_concurrency is not None:
         waited = console.number(result["median_client_queue_time_ms"])
         print(f"Latencies count from the send: waiting for --max-concurrency is not in them (median {waited} ms).", file=out)
+    if result["stop_reason"] is not None:
+        print(f"Stopped: {result['stop_reason']}. {result['num_not_sent']} requests were not sent.", file=out)
     if result["interrupted"]:
         print(f"Interrupted: {result['completed']} of {result['num_prompts']} requests were completed.", file=out)
     path = save_result(

@@ -19,6 +19,7 @@ from aioengine_bench.arrivals import ArrivalProcess
 from aioengine_bench.metrics import METRICS, SLO_METRICS
 from aioengine_bench.options import option
 from aioengine_bench.specs import LOAD, METRIC, DatasetSpec, RemoteSpec, SamplingSpec, SaveOptions, WorkloadName, progress_option
+from aioengine_bench.stops import Stops
 
 _DEFAULT_FOLDER = "sweep"
 
@@ -114,6 +115,15 @@ class ServeSettings:
     sampling: SamplingSpec = field(default_factory=SamplingSpec)
     save: SaveOptions = field(default_factory=SaveOptions)
     max_concurrency: int | None = option(None, "requests out at once; the others wait in the client", unset="no limit", group=LOAD)
+    max_duration: float | None = option(
+        None, "seconds after which the run ends, requests that are out aborted", metavar="S", unset="", group=LOAD
+    )
+    max_error_rate: float | None = option(
+        None, "end the run when more than this share of ten or more requests failed", metavar="SHARE", unset="", group=LOAD
+    )
+    max_waiting: int | None = option(
+        None, "end the run as over-saturated when more requests wait for their first token", unset="", group=LOAD
+    )
     num_warmups: int = option(1, "requests before the load, not counted")
     metrics: Sequence[str] = option(
         METRICS, "which latencies", "--percentile-metrics", metavar="NAMES", type=str, convert=parse_metrics, group=METRIC
@@ -136,12 +146,22 @@ class ServeSettings:
     remote: RemoteSpec | None = None
 
     @property
+    def stops(self) -> Stops:
+        return Stops(max_duration=self.max_duration, max_error_rate=self.max_error_rate, max_waiting=self.max_waiting)
+
+    @property
     def backend(self) -> str:
         return "aioengine" if self.remote is None else self.remote.backend
 
     def __post_init__(self) -> None:
         if self.max_concurrency is not None and self.max_concurrency < 1:
             raise ConfigError(f"max_concurrency must be at least 1, got {self.max_concurrency}")
+        if self.max_duration is not None and not (math.isfinite(self.max_duration) and self.max_duration > 0):
+            raise ConfigError(f"max_duration must be above 0 seconds, got {self.max_duration}")
+        if self.max_error_rate is not None and not 0 <= self.max_error_rate < 1:
+            raise ConfigError(f"max_error_rate must be a share from 0 to below 1, got {self.max_error_rate}")
+        if self.max_waiting is not None and self.max_waiting < 1:
+            raise ConfigError(f"max_waiting must be at least 1, got {self.max_waiting}")
         if self.num_warmups < 0:
             raise ConfigError(f"num_warmups must be at least 0, got {self.num_warmups}")
 
@@ -319,6 +339,18 @@ class CompareSettings:
         from aioengine.checkpoint.cache import cache_folder
 
         return Path(self.peers_dir) if self.peers_dir else cache_folder() / "peers"
+
+
+@dataclass(frozen=True, slots=True)
+class DiffSettings:
+    before: str
+    after: str
+    fail_if: Sequence[str] = option(
+        (), "exit with status 1 if NAME changed so: output_throughput<-5%%, p99_ttft_ms>+20; may be repeated", "--fail-if",
+        metavar="CHANGE", unset="", action="append",
+    )  # fmt: skip
+    other_work: bool = option(False, "compare results of different work (model, dataset, rate) too")
+    json: bool = option(False, "one line of JSON in place of the table")
 
 
 @dataclass(frozen=True, slots=True)

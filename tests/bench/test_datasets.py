@@ -132,6 +132,19 @@ def test_timed_trace(tmp_path: Path) -> None:
     assert [(r.prompt_len, r.max_tokens, r.arrival_time) for r in requests] == [(5, 2, 0.0), (9, 1, 2.5)]
 
 
+def test_hash_ids_of_a_trace_say_which_blocks_are_shared(tmp_path: Path) -> None:
+    path = tmp_path / "mooncake.jsonl"
+    rows = [(0, 700, [5, 9]), (1000, 1300, [5, 9, 11]), (2000, 600, [7, 9]), (3000, 512, [5])]
+    path.write_text("\n".join(f'{{"timestamp": {t}, "input_length": {n}, "output_length": 3, "hash_ids": {ids}}}' for t, n, ids in rows))
+    prompts = [request.prompt_token_ids for request in load(name="timed_trace", path=str(path))]
+    assert [len(prompt) for prompt in prompts] == [700, 1300, 600, 512]
+    assert prompts[1][:700] == prompts[0]
+    assert prompts[3] == prompts[0][:512]
+    assert prompts[2][:512] != prompts[0][:512]
+    assert prompts[2][512:] == prompts[0][512:600]
+    assert prompts[1][1024:] != prompts[1][512:788]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -145,6 +158,8 @@ def test_timed_trace(tmp_path: Path) -> None:
         ("timed_trace", '{"timestamp": 1, "input_length": 1}', "`output_length` must be"),
         ("timed_trace", '{"timestamp": true, "input_length": 1, "output_length": 1}', "`timestamp` must be a number"),
         ("timed_trace", '{"timestamp": 1, "input_length": true, "output_length": 1}', "`input_length` must be"),
+        ("timed_trace", '{"timestamp": 1, "input_length": 9, "output_length": 1, "hash_ids": [1.5]}', "must be a list of whole numbers"),
+        ("timed_trace", '{"timestamp": 1, "input_length": 513, "output_length": 1, "hash_ids": [1]}', "513 tokens are 2 blocks of 512"),
         ("timed_trace", "", "has no usable request"),
         ("sharegpt", "[1]", "entry 0: must be an object with a list `conversations`, got 1"),
         ("sharegpt", '[{"conversations": {}}]', "entry 0: must be an object"),

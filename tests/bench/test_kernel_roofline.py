@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.skipif(status() is not None, reason=str(status()))
 
 
 def test_wider_vectors_multiply_more() -> None:
-    peaks = [measure_peak(isa=isa, budget_s=0.01) for isa in supported_isas()]
+    peaks = [measure_peak(isa=isa, budget_s=0.0, memory_bytes=1 << 20) for isa in supported_isas()]
     assert all(peak.float32_ops_s > 1e8 and peak.read_bytes_s > 1e8 for peak in peaks)
     by_isa = {peak.isa: peak for peak in peaks}
     assert by_isa["portable"].int8_ops_s is None
@@ -27,10 +28,17 @@ def test_wider_vectors_multiply_more() -> None:
         assert peak.int8_ops_s > 1.2 * peak.float32_ops_s  # four times as many, where nothing disturbs
 
 
+@pytest.fixture
+def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioengine_kernels.cpu.peak.measure_peak", partial(measure_peak, budget_s=0.0, memory_bytes=1 << 20))
+    monkeypatch.setattr("aioengine_bench.kernel_roofline.COPIES_BYTES", 1)
+
+
+@pytest.mark.usefixtures("little_memory")
 def test_rows_are_consistent() -> None:
-    rows = list(roofline_rows(num_tokens=[1, 7], threads=[1], min_time=0.0, copies_bytes=1))
+    rows = list(roofline_rows(num_tokens=[1, 7], threads=[1], min_time=0.0))
     peaks = {row["isa"]: row for row in rows if row["op"] == "peak"}
-    assert list(peaks) == list(supported_isas())
+    assert list(peaks) == list(supported_isas()[1:] or supported_isas())
     products = [row for row in rows if row["op"] != "peak"]
     assert {row["isa"] for row in products} == set(supported_isas()) - {"portable"}
     for row in products:
@@ -41,12 +49,12 @@ def test_rows_are_consistent() -> None:
         least = max(row["of_int8_peak"] * (1 if row["mode"] == "fast" else 2), row["of_read_peak"])
         assert row["of_roofline"] == pytest.approx(least)
     text = format_roofline(rows)
-    assert text.count("at most:") == len(supported_isas())
+    assert text.count("at most:") == len(peaks)
     assert "down" in text
 
 
-def test_the_command(capsysbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioengine_bench.kernel_roofline.COPIES_BYTES", 1)
+@pytest.mark.usefixtures("little_memory")
+def test_the_command(capsysbinary: pytest.CaptureFixture[bytes]) -> None:
     kernels(KernelSettings(roofline=True, num_tokens=[2], threads=1, min_time=0.001, save=SaveOptions(output_json="-")))
     result = json.loads(capsysbinary.readouterr().out)
     assert {row["op"] for row in result["rows"]} >= {"peak", "qkv"} if len(supported_isas()) > 1 else {"peak"}

@@ -11,6 +11,7 @@ from aioengine.errors import EngineDeadError
 from aioengine_bench.client import Chunk, RequestAborted
 from aioengine_bench.datasets import BenchRequest
 from aioengine_bench.load import LoadGenerator
+from aioengine_bench.stops import Stops
 
 REQUEST = BenchRequest([1, 2, 3], 2)
 
@@ -122,3 +123,46 @@ async def test_progress_is_told() -> None:
     seen = []
     await LoadGenerator(ScriptedClient(), on_done=lambda record: seen.append(record.index)).run([REQUEST] * 3, [0.0] * 3)
     assert sorted(seen) == [0, 1, 2]
+
+
+async def test_a_run_ends_when_its_time_is_up() -> None:
+    client = ScriptedClient(delay=5.0)
+    result = await LoadGenerator(client, stops=Stops(max_duration=0.05)).run([REQUEST] * 3, [0.0, 0.0, 60.0])
+    assert result.stop_reason == "the 0.05 seconds of --max-duration are over"
+    assert not result.interrupted
+    assert [(record.outcome, record.error) for record in result.records] == [("aborted", "the run was stopped")] * 2
+    assert client.num_closed == 2
+    assert 0.05 <= result.duration < 5.0
+
+
+async def test_a_run_ends_when_too_many_requests_fail() -> None:
+    requests = [prompt(10), REQUEST] * 20
+    due = [0.0] * 14 + [60.0] * 26
+    result = await LoadGenerator(ScriptedClient(delay=0.0), stops=Stops(max_error_rate=0.4)).run(requests, due)
+    assert result.stop_reason is not None
+    assert "requests failed, more than the share of 0.4" in result.stop_reason
+    assert len(result.records) < 20
+    assert (await LoadGenerator(ScriptedClient(delay=0.0), stops=Stops(max_error_rate=0.9)).run(requests, [0.0] * 40)).stop_reason is None
+
+
+async def test_a_run_ends_when_the_server_falls_behind() -> None:
+    class Busy(ScriptedClient):
+        async def send(self, request: BenchRequest, *, request_id: str) -> AsyncIterator[Chunk]:
+            await asyncio.sleep(60.0)
+            yield Chunk(1, "a")
+
+    result = await LoadGenerator(Busy(), stops=Stops(max_waiting=3)).run([REQUEST] * 9, [0.0] * 8 + [60.0])
+    assert result.stop_reason == "over-saturated: 4 requests wait for their first token, and --max-waiting is 3"
+    # Requests that have their first token, or have ended, do not wait.
+    kept_up = await LoadGenerator(ScriptedClient(), stops=Stops(max_waiting=1)).run([REQUEST] * 4, [0.0, 0.05, 0.1, 0.15])
+    assert kept_up.stop_reason is None
+    assert len(kept_up.records) == 4
+
+
+async def test_an_interrupted_run_was_not_stopped() -> None:
+    task = asyncio.create_task(LoadGenerator(ScriptedClient(delay=5.0), stops=Stops(max_duration=60.0)).run([REQUEST], [0.0]))
+    await asyncio.sleep(0.02)
+    task.cancel()
+    result = await task
+    assert (result.interrupted, result.stop_reason) == (True, None)
+    assert result.records[0].error == "interrupted"

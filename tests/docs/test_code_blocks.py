@@ -110,15 +110,17 @@ def _start(words: list[str], folder: Path, ports: dict[str, int]) -> subprocess.
         given = words[words.index("--port") + 1] if "--port" in words else "8000"
         ports[given] = free_port()
         command = [*command, "--port", str(ports[given])]  # the last one counts
-    process = subprocess.Popen(command, cwd=folder, env=_environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+    shown = folder / "shown.txt"
+    with shown.open("wb") as file:
+        process = subprocess.Popen(command, cwd=folder, env=_environment(), stdin=subprocess.DEVNULL, stdout=file)
     if words[1] == "serve":
         wait_until_healthy(ports[given], process)
     else:
-        assert process.stdout is not None
-        assert process.stdout.readline(), "nothing was shown"
-        time.sleep(0.1)
-        assert process.poll() is None
-        process.stdout.close()
+        deadline = time.monotonic() + COMMAND_S
+        while not shown.stat().st_size:
+            assert process.poll() is None, f"{words} ended with {process.returncode}"
+            assert time.monotonic() < deadline, f"{words} shows nothing"
+            time.sleep(0.1)
     return process
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import orjson
@@ -25,6 +25,7 @@ from aioengine.sampling_params import SamplingParams, StructuredOutputsParams
 from aioengine_tui.model.state import DashboardState
 from aioengine_tui.model.state_json import state_to_json
 from tests.tui.runs import make_run
+from tests.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +37,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def as_bytes(state: DashboardState) -> bytes:
     return orjson.dumps(state_to_json(state, complete=True))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        await asyncio.sleep(0.005)
 
 
 # ---------------------------------------------------------------------------------------------------- the index
@@ -68,7 +62,9 @@ def test_names_that_look_like_fields_mislead_nobody(tmp_path: Path) -> None:
                 len(names),
                 preempted_req_ids=frozenset({"p"} if step_id == 2 else ()),
             )
-            recorder(StepEvent(step_id, start, output, stats, "budget", 8, BlockChanges(), 1, start, start))
+            recorder(
+                StepEvent(step_id, start, output, stats, "budget", 8, BlockChanges(), 1, start, start, [], [FinishedInfo("q", "stop", 1)])
+            )
             times = (start, start, start, start, start, start + duration)
             told = [FinishedInfo("finish_reason", "abort" if step_id == 3 else "stop", 1)]
             text = {"finish_reason": "abort", "update_end": "7"}

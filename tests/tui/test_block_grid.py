@@ -131,6 +131,13 @@ def test_a_cell_of_several_blocks_says_how_many_are_owned_and_by_whom() -> None:
     assert "cell = 8 blocks" in line_text(legend(layout, 80))
 
 
+def test_the_cursor_on_a_cell_of_several_blocks_tells_its_height_in_eighths() -> None:
+    layout = GridLayout(num_blocks=16, columns=2, per_cell=8, cell_width=1, cell_height=1, gutter=0)
+    content = GridContent(bytes([USED] * 8 + [USED] * 3 + [EMPTY] * 5))
+    assert line_text(grid_lines(content, layout, cursor=1)[0]) == "8▃"
+    assert line_text(grid_lines(content, layout, cursor=9)[0]) == "█3"
+
+
 @given(st.lists(st.sampled_from([EMPTY, FREE_CACHED, USED, SHARED]), min_size=1, max_size=300), st.integers(2, 20))
 def test_the_height_of_a_cell_is_the_share_of_its_blocks_that_is_owned(codes: list[int], per_cell: int) -> None:
     layout = GridLayout(len(codes), columns=1000, per_cell=per_cell, cell_width=1, cell_height=1, gutter=0)

@@ -98,6 +98,7 @@ def test_other_peoples_text_cannot_leave_its_place(log: RunLog) -> None:
     page = Page(text)
     assert len(page.raw["script"]) == 2
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f\u2028\u202e\ud800-\udfff]", text)
+    assert "<" not in page.raw["script"][0], "no parser can see a tag or a comment begin there"
     data = json.loads(page.raw["script"][0])
     assert data["requests"][0]["id"].startswith("</script><script>")
     assert data["requests"][0]["prompt"] == data["requests"][0]["text"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from aioengine.core.scheduler_output import CachedRequestData
 from aioengine.events.recording.reader import Recording, read_recording
 from aioengine.events.step_event import StepEvent, StepResultEvent
 from aioengine_tui.model.state import DashboardState
@@ -21,6 +23,7 @@ from aioengine_tui.runs.trace import trace_lines
 from aioengine_tui.widgets.text import line_text, width_of
 from tests.tui.chrome_trace import faults_of
 from tests.tui.runs import make_run
+from tests.tui.support import HEADER, MadeUpEngine
 
 
 @pytest.fixture(scope="module")
@@ -89,12 +92,15 @@ def test_ends_and_latencies_are_those_of_the_events(log: RunLog, recording: Reco
     assert sum(r.num_preemptions for r in log.requests) == sum(log.steps["num_preempting"])
 
 
-def test_the_latencies_between_tokens_are_those_of_the_dashboard(log: RunLog, recording: Recording) -> None:
+def test_latencies_between_tokens_and_totals_are_those_of_the_dashboard(log: RunLog, recording: Recording) -> None:
     state = DashboardState()
     state.apply(recording.header)
     for event in recording.events:
         state.apply(event)
     assert sorted(log.itls.items()) == sorted(state.data.itls.recent(state.now))
+    assert sum(log.steps["num_prompt_tokens"]) == state.totals.num_prompt_tokens_computed
+    assert sum(log.steps["num_recomputed_tokens"]) == state.totals.num_recomputed_tokens > 0
+    assert sum(log.steps["num_new_tokens"]) == state.totals.num_output_tokens
 
 
 def test_a_recording_that_begins_in_the_middle_still_reads(recording: Recording) -> None:
@@ -104,6 +110,26 @@ def test_a_recording_that_begins_in_the_middle_still_reads(recording: Recording)
     log = builder.finish()
     assert len(log.steps) > 50
     assert all(request.pieces for request in log.requests)
+
+
+def test_a_step_without_a_request_and_a_result_without_a_token_are_told_apart() -> None:
+    engine = MadeUpEngine()
+    engine.add("only", num_prompt_tokens=8, max_tokens=20)
+    builder = RunBuilder(HEADER)
+    for item in engine.run(10):
+        if isinstance(item, StepEvent) and item.step_id == 5:
+            output = dataclasses.replace(item.output, scheduled_cached_reqs=CachedRequestData(), num_scheduled_tokens={})
+            builder.add(dataclasses.replace(item, output=dataclasses.replace(output, total_num_scheduled_tokens=0)))
+        elif isinstance(item, StepResultEvent) and item.step_id in (5, 8):
+            builder.add(dataclasses.replace(item, num_new_tokens={"only": 0} if item.step_id == 8 else {}))
+        else:
+            assert isinstance(item, StepEvent | StepResultEvent)
+            builder.add(item)
+    (request,) = builder.finish().requests
+    pieces = [(piece.kind, piece.first_step, piece.last_step) for piece in request.pieces if piece.num_steps]
+    assert pieces == [("prefill", 1, 1), ("decode", 2, 4), ("idle", 5, 5), ("decode", 6, 10)]
+    gaps = sorted((round(gap, 3), count) for gap, count in builder.log.itls.items())
+    assert gaps == [(0.02, 1)] * 5 + [(0.04, 1)] * 2
 
 
 # ---------------------------------------------------------------------------------------------------- the trace

@@ -119,6 +119,13 @@ def test_a_number_that_would_lose_digits_goes_altogether(text: str, width: int, 
     assert fit(text, width) == shown
 
 
+def test_a_line_that_fits_already_is_taken_as_it_is() -> None:
+    once = fit_line([Part("blocks "), Part("123", "value")], 14)
+    assert fit_line(once, 14) is once
+    assert line_text(fit_line(once, 9)) == "blocks … "
+    assert line_text(fit_line([*once, Part("more")], 18)) == "blocks 123    more"
+
+
 def test_the_mark_does_not_stand_right_behind_a_whole_number() -> None:
     assert line_text(fit_line([Part("step 27"), Part("   owners")], 8)) == "step 27 "
     assert line_text(fit_line([Part("step 27"), Part("   owners")], 9)) == "step 27 …"

@@ -341,7 +341,7 @@ def test_the_words_for_a_waiting_request() -> None:
     words = request_words(state, "theta")
     assert words[0] == "2nd of 2 in the queue, behind eta"
     assert words[1].startswith("no_blocks: it needs 8 KV blocks, those before it 8; ")
-    assert words[2].startswith("blocks are held by alpha 12")
+    assert words[2].startswith("blocks held: by alpha 12")
     assert "must end first: in" in words[3]
     assert state_to_json(state)["why"]["waiting"][1]["words"] == words
 

@@ -98,6 +98,9 @@ EXPLANATIONS = MappingProxyType(
         "blocks evicted": "Blocks that were taken though their content could still be found: from now on it cannot.",
         "queue_depth": ("Steps that were planned and whose tokens are not known yet. Two: the next step is planned while the model runs."),
         # ---- the frame: what the worker does
+        "what the worker does with it": (
+            "The worker runs the model. This half is derived from what it was sent and nothing else, as the worker itself does it."
+        ),
         "_update_states": (
             "The first thing the worker does: it brings its tables up to date. Who is gone leaves first, because the "
             "rows they free may be needed by those who come."

@@ -27,15 +27,15 @@ class Peak:
     read_bytes_s: float  # of memory beyond the caches
 
 
-def measure_peak(*, isa: str | None = None, num_threads: int = 1, budget_s: float = 0.3) -> Peak:
-    """Each figure is the best of as many rounds of some 20 ms as fit into `budget_s` seconds, at least three.
+def measure_peak(*, isa: str | None = None, num_threads: int = 1, budget_s: float = 0.3, memory_bytes: int = MEMORY_BYTES) -> Peak:
+    """Each figure is the best of as many rounds of at most 20 ms as fit into `budget_s` seconds, at least three.
 
     One thread is timed by its own CPU time, which leaves out what other jobs took from it; several by the wall.
 
-    isa: see `choose_isa`.
+    isa: see `choose_isa`. memory_bytes: what is read.
     """
     library, chosen = open_library(), choose_isa(isa)
-    memory = torch.ones(MEMORY_BYTES // 4)
+    memory = torch.ones(memory_bytes // 4)
     clock = time.thread_time if num_threads == 1 else time.perf_counter
 
     def run(kind: str, repeats: int) -> tuple[float, float]:
@@ -45,7 +45,7 @@ def measure_peak(*, isa: str | None = None, num_threads: int = 1, budget_s: floa
             num_threads=num_threads,
             repeats=repeats,
             data=memory.data_ptr(),
-            bytes=MEMORY_BYTES,
+            bytes=memory_bytes,
         )
         start = clock()
         work = library.aio_peak(args)
@@ -57,7 +57,7 @@ def measure_peak(*, isa: str | None = None, num_threads: int = 1, budget_s: floa
         if not work:
             return None
         if kind != "read":
-            while (seconds := run(kind, repeats)[1]) < _ROUND_S:
+            while (seconds := run(kind, repeats)[1]) < min(_ROUND_S, max(budget_s / 10, 1e-3)):
                 repeats *= 2
         rates: list[float] = []
         end = time.perf_counter() + budget_s

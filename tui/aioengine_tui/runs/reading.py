@@ -154,13 +154,13 @@ class RunBuilder:
             del self._open[lost], self._rows_of_steps[lost]
         steps, stats = self.log.steps, event.stats
         self._rows_of_steps[event.step_id] = len(steps)
-        prompt = sum(share.num_tokens for share in record.shares if share.kind in ("prefill", "chunk"))
+        mark = self._state.waterfall.marks[-1]
         values = {
             "step_id": event.step_id, "stop": ADMISSION_STOPS.index(event.admission_stop), "num_tokens": record.num_tokens,
             "token_budget": event.token_budget, "num_requests": len(record.shares), "num_running": stats.num_running_reqs,
             "num_waiting": stats.num_waiting_reqs, "num_preempted": stats.num_preempted_reqs,
-            "num_used_blocks": stats.num_used_blocks, "num_cached_blocks": stats.num_cached_blocks, "num_prompt_tokens": prompt,
-            "num_recomputed_tokens": sum(share.num_tokens for share in record.shares if share.kind == "resumed"),
+            "num_used_blocks": stats.num_used_blocks, "num_cached_blocks": stats.num_cached_blocks,
+            "num_prompt_tokens": mark.num_prompt_tokens, "num_recomputed_tokens": mark.num_recomputed_tokens,
             "num_new_tokens": 0, "num_allocated": record.num_allocated, "num_freed": record.num_freed,
             "num_evicted": record.num_evicted, "num_preempting": len(record.preempted_ids), "num_draft_tokens": 0,
             "num_accepted_tokens": 0, "schedule_start": event.schedule_start, "schedule_end": event.schedule_end,

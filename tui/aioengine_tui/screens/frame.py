@@ -50,17 +50,23 @@ class FrameView(View):
         self._halves: tuple[list[FrameField], list[FrameField]] = ([], [])
         self._hits: dict[tuple[int, int], int] = {}  # (half, row of the screen) -> field
         self._split = 0
+        self._wanted: str | None = None  # a field that the cursor is to go to
 
     def open(self, step_id: int | None) -> None:
         self.step_id = step_id
         self._offset = 0
 
     def point_at(self, label: str) -> None:
-        """Put the cursor on a field, in whichever half it is."""
+        """Put the cursor on a field, in whichever half it is, as soon as there is a step that has it."""
+        self._wanted = label
+
+    def _find_wanted(self) -> None:
         for half, fields in enumerate(self._halves):
             for index, field in enumerate(fields):
-                if field.label == label:
+                if field.label == self._wanted:
                     self.on_worker, self._cursors[half], self._offset = bool(half), index, 0
+                    self._wanted = None
+                    return
 
     # ------------------------------------------------------------------ keys
     def action_step(self, count: int) -> None:
@@ -126,6 +132,8 @@ class FrameView(View):
             return [[Part(text, "muted")]]
         sent, done = sent_fields(step, state), worker_fields(step, state)
         self._halves = (sent, done)
+        if self._wanted is not None:
+            self._find_wanted()
         self._cursors = [max(0, min(c, len(half) - 1)) for c, half in zip(self._cursors, self._halves, strict=True)]
         follows = "the latest step" if self.step_id is None else "end: latest"
         head = rule(f"step {step.step_id}, field by field", width, f"{'in flight, ' if step.in_flight else ''}{follows}")

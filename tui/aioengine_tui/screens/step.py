@@ -213,13 +213,12 @@ def share_table(step: StepRecord, width: int, height: int) -> list[Line]:
     head = f"{fit('request', name_width)} {'tokens':>7} {'positions':>15} {'blocks':>7} {'of the step':<{max(11, width - name_width - 33)}}"
     lines.append([Part(fit(head, width), "header")])
     shown = step.shares[: height - 2] if len(step.shares) <= height - 2 else step.shares[: height - 3]
-    most = max(share.num_tokens for share in step.shares)
     for share in shown:
         name = Hot(fit_middle(clean(share.request_id), name_width), "text", f"app.open_request({share.request_id!r})")
         positions = f"{share.start}..{share.end - 1}"
         counts = f" {number(share.num_tokens, 6)}{KIND_LETTERS[share.kind]} {fit(positions, 15, right=True)} "
         size = max(4, width - name_width - 34)
-        filled = bar([(share.num_tokens / most, KIND_FILLS[share.kind], share.kind)], width=size, rest=(" ", "text"))
+        filled = bar([(share.num_tokens / max(1, step.num_tokens), KIND_FILLS[share.kind], share.kind)], width=size, rest=(" ", "text"))
         lines.append([name, Part(f"{counts}{number(len(share.block_ids), 7)} "), *filled])
     if len(shown) < len(step.shares):
         lines.append([Part(f"… {len(step.shares) - len(shown)} more", "muted")])

@@ -46,7 +46,8 @@ def grid_lines(content: GridContent, layout: GridLayout, *, cursor: int | None =
             looks = [painter.small(cell) for cell in cells]
             if cursor_cell in cells:
                 glyph, role = looks[cursor_cell - start]
-                looks[cursor_cell - start] = (glyph, role + "^")
+                level = EIGHTHS.find(glyph)  # a full cell would be all ground: the number of eighths is never blank
+                looks[cursor_cell - start] = (str(level) if level > 0 else glyph, role + "^")
             lines.append([Part(label, "muted"), *_run_lengths(looks)])
             continue
         rows: list[Line] = [[Part(label if y == 0 else " " * layout.gutter, "muted")] for y in range(layout.cell_height)]

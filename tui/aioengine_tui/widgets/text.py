@@ -157,8 +157,20 @@ def percent(share: float | None) -> str:
     return f"{share * 100:.1f}%" if share < 0.9995 else f"{share * 100:.0f}%"
 
 
+class FittedLine(list[Part]):
+    """What `fit_line` made: it need not be done again. Whoever adds to a line makes a new one of it."""
+
+    __slots__ = ("width",)
+
+    def __init__(self, parts: Line, width: int) -> None:
+        super().__init__(parts)
+        self.width = width
+
+
 def fit_line(line: Line, width: int) -> Line:
     """The line in exactly `width` cells."""
+    if isinstance(line, FittedLine) and line.width == width:
+        return line
     fitted: Line = []
     left = width
     for index, part in enumerate(line):
@@ -171,12 +183,12 @@ def fit_line(line: Line, width: int) -> Line:
             if cut[0] == CLIPPED and fitted and fitted[-1].text[-1:].isdigit():
                 cut = fit("", left)  # right behind a whole number the mark would say that it lost digits
             fitted.append(with_text(part, cut))
-            return fitted
+            return FittedLine(fitted, width)
         fitted.append(part if text is part.text else with_text(part, text))
         left -= size
     if left > 0:
         fitted.append(Part(" " * left, "text"))
-    return fitted
+    return FittedLine(fitted, width)
 
 
 def pack(items: Sequence[Line], width: int, *, max_lines: int = 1, gap: str = "  ") -> list[Line]:
@@ -289,11 +301,12 @@ def rule(title: str, width: int, value: str = "", *, title_role: str = "title", 
 def side_by_side(blocks: list[list[Line]], widths: list[int], gap: int = 1) -> list[Line]:
     """Blocks of lines, each `widths[i]` cells wide, next to each other."""
     lines: list[Line] = []
+    total = sum(widths) + gap * (len(widths) - 1)
     for y in range(max((len(block) for block in blocks), default=0)):
         line: Line = []
         for index, (block, width) in enumerate(zip(blocks, widths, strict=True)):
             if index:
                 line.append(Part(" " * gap))
             line.extend(fit_line(block[y], width) if y < len(block) else [Part(" " * width)])
-        lines.append(line)
+        lines.append(FittedLine(line, total))
     return lines

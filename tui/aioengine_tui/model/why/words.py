@@ -48,7 +48,7 @@ def waiting_words(why: WhyWaiting) -> list[str]:
     behind = f", behind {name_some(why.before, _NAMED)}" if why.before else ""
     sentences = [f"{_ordinal(why.place)} of {why.num_waiting} in the queue{behind}", _cause_words(why)]
     if _lacks_blocks(why) and why.holders:
-        sentences.append(f"blocks are held by {_holders_words(why.holders)}")
+        sentences.append(f"blocks held: by {_holders_words(why.holders)}")
     sentences.append(_must_end_words(why))
     return sentences
 
@@ -91,7 +91,7 @@ def _holders_words(holders: Sequence[Holder]) -> str:
 
     named = ", ".join(f"{holder.request_id} {holder.num_blocks}{alone(holder)}" for holder in holders[:_NAMED])
     more = holders[_NAMED:]
-    return named + (f" and {len(more)} more {sum(holder.num_blocks for holder in more)}" if more else "")
+    return named + (f", and {sum(holder.num_blocks for holder in more)} by {len(more)} more" if more else "")
 
 
 def _must_end_words(why: WhyWaiting) -> str:
