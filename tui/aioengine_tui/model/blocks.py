@@ -120,7 +120,7 @@ class BlockMap:
             raise IndexError(f"block {block_id} is outside 1..{self.num_blocks}")
         owners = self.owners(block_id)
         code = self._codes[block_id]
-        for step, changed_id, recent in reversed(self._recent):
+        for step, changed_id, recent in reversed(self._recent) if recent_steps else ():
             if step <= step_id - recent_steps:
                 break
             if changed_id == block_id and (recent == ALLOCATED) == bool(owners):

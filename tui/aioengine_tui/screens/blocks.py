@@ -16,7 +16,7 @@ from aioengine_tui.screens.base import View
 from aioengine_tui.session import Session
 from aioengine_tui.table_file import ExportTable
 from aioengine_tui.themes import Palette
-from aioengine_tui.widgets.block_grid import GridContent, grid_lines, legend, owner_legend
+from aioengine_tui.widgets.block_grid import CellLooks, GridContent, grid_lines, legend, owner_legend
 from aioengine_tui.widgets.block_layout import GridLayout
 from aioengine_tui.widgets.glyphs import BLOCK_WORDS
 from aioengine_tui.widgets.text import Line, Part, clean, fit_line, fit_middle, number, pack, percent, rule, side_by_side
@@ -55,6 +55,7 @@ class BlocksView(View):
         self.with_places = False
         self._layout = GridLayout.of(0, width=1, rows=1)
         self._grid_row = 0
+        self._looks: CellLooks = {}
 
     # ------------------------------------------------------------------ keys
     def action_move(self, columns: int, rows: int) -> None:
@@ -106,7 +107,7 @@ class BlocksView(View):
         content = self._content(state)
         head = [_counts(state, width), fit_line(legend(layout, width), width)]
         self._grid_row = len(head)
-        grid = grid_lines(content, layout, cursor=self.cursor, with_places=self.with_places)
+        grid = grid_lines(content, layout, cursor=self.cursor, with_places=self.with_places, looks=self._looks)
         grid = (grid + [[] for _ in range(rows)])[:rows]
         if wide:
             grid = side_by_side([grid, self._panel(state, content, rows)], [grid_width, _PANEL_WIDTH], gap=2)
