@@ -104,7 +104,7 @@ class BlocksView(View):
         rows = max(1, height - 2 - num_foot)
         self._layout = layout = GridLayout.of(state.blocks.num_blocks, width=grid_width, rows=rows)
         self.cursor = max(1, min(self.cursor, layout.num_blocks))
-        content = self._content(state)
+        content = self._content(state, with_places=wide or self.with_places or layout.per_cell == 1)
         head = [_counts(state, width), fit_line(legend(layout, width), width)]
         self._grid_row = len(head)
         grid = grid_lines(content, layout, cursor=self.cursor, with_places=self.with_places, looks=self._looks)
@@ -120,7 +120,7 @@ class BlocksView(View):
             foot = [*packed, *([] for _ in range(num_foot - 1 - len(packed))), owner_legend(self._owners(state), width)]
         return [fit_line(line, width) for line in (*head, *grid, *foot)][:height]
 
-    def _content(self, state: DashboardState) -> GridContent:
+    def _content(self, state: DashboardState, *, with_places: bool) -> GridContent:
         marks: dict[int, OwnerMark] = {}
         ref_cnts: dict[int, int] = {}
         fills: dict[int, int] = {}
@@ -148,7 +148,7 @@ class BlocksView(View):
             block_size=size,
             fills=fills,
             ref_cnts=ref_cnts,
-            places={block_id: place for place, block_id in enumerate(blocks.eviction_order() or (), 1)},
+            places={block_id: place for place, block_id in enumerate((blocks.eviction_order() or ()) if with_places else (), 1)},
             evicted=frozenset(state.current.evicted_ids) if state.current is not None else frozenset(),
             lit=frozenset(lit.block_ids) if lit is not None else frozenset(),
             hashes={info.block_id: info.block_hash for info in infos if info.block_hash},
