@@ -21,7 +21,7 @@ logger = get_logger(__name__)
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceType = Literal["cpu", "cuda"]
-SchedulingPolicy = Literal["fcfs", "priority"]
+SchedulingPolicy = Literal["fcfs", "priority", "sjf"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 Weights = Literal["auto", "dense", "exact", "fast"]
 KvCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"]
@@ -123,6 +123,12 @@ class ResolvedConfig:
     seed: int | None
     check_invariants: bool
 
+    def with_prefix_caching_seed(self, seed: str) -> ResolvedConfig:
+        """With that seed of the block hashes where the user gave none: a run can then be repeated with the same hashes."""
+        if self.cache.prefix_caching_seed is not None:
+            return self
+        return dataclasses.replace(self, cache=dataclasses.replace(self.cache, prefix_caching_seed=seed))
+
     def fitted(self, num_kv_cache_blocks: int) -> ResolvedConfig:
         """With max_model_len="auto" as long as a request can be in a cache of that many blocks, the null block included.
 
@@ -204,7 +210,9 @@ class EngineConfig:
     enable_chunked_prefill: bool = setting(True, "split prompts that do not fit into one step", unset="yes")
     long_prefill_token_threshold: int = setting(0, "most tokens of one step for one request while others run or wait; 0: no limit")
     scheduling_policy: SchedulingPolicy = setting(
-        "fcfs", "order of waiting requests", more="priority: a lower number first, equals by arrival; fcfs: by arrival."
+        "fcfs",
+        "order of waiting requests",
+        more="fcfs: by arrival; priority: a lower number first, equals by arrival; sjf: short prompts first, with aging.",
     )
     async_scheduling: bool = setting(
         True, "schedule the next step while the current one runs", unset="yes", more="Off: one step at a time, with the same tokens."

@@ -100,7 +100,7 @@ def test_the_docstring_and_the_command_line_say_the_same_of_every_setting(capsys
 
 def test_choices_come_from_the_type() -> None:
     choices = {item.name: item.choices for item in SETTINGS if item.choices}
-    assert choices["scheduling_policy"] == ("fcfs", "priority")
+    assert choices["scheduling_policy"] == ("fcfs", "priority", "sjf")
     assert choices["max_model_len"] == ("auto",), "a word beside the numbers"
     for name, words in choices.items():
         for word in words:

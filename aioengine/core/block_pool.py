@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from aioengine.core.block_hash import BlockHash
+from aioengine.core.block_hash import BlockHash, short_hash
 from aioengine.core.scheduler_output import BlockChanges
 
 NULL_BLOCK_ID = 0
@@ -220,13 +220,8 @@ class BlockPool:
 
     def short_hash(self, block_id: int) -> str:
         """The first hex digits of what a block caches, for people to tell contents apart; "" for a block that caches nothing."""
-        return _shorten(self.block_hash[block_id])
+        return short_hash(self.block_hash[block_id])
 
     def short_parent_hash(self, block_id: int) -> str:
         """The same of the block before it in its prefix; "" for a first block, or one that caches nothing."""
-        return _shorten(self.parent_hash[block_id])
-
-
-def _shorten(block_hash: BlockHash | None) -> str:
-    # 48 bits: in a pool of 100,000 contents two are alike with a probability of 2e-5.
-    return "" if block_hash is None else block_hash[:6].hex()
+        return short_hash(self.parent_hash[block_id])

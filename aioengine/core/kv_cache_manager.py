@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from aioengine.config import CacheConfig
-from aioengine.core.block_hash import BlockHash, hash_block, root_hash, salt_bytes
+from aioengine.core.block_hash import BlockHash, hash_block, root_hash, salt_bytes, short_hash
 from aioengine.core.block_pool import BlockPool
 from aioengine.core.prefix_cache_stats import PrefixCacheStats
 from aioengine.request import Request
@@ -25,6 +25,7 @@ class KVCacheManager:
         self._root_hash = root_hash(cache.prefix_caching_seed)
         self._zero_new_blocks = cache.zero_new_blocks
         self._block_ids_to_zero: list[int] = []
+        self._hashed: dict[str, tuple[Request, int]] = {}  # request_id -> who got hashes since the last report, and how many it had
 
     @property
     def num_token_slots(self) -> int:
@@ -138,7 +139,26 @@ class KVCacheManager:
         return sum(ref_cnt[block_id] == 0 for block_id in block_ids)
 
     def _extend_block_hashes(self, request: Request, num_blocks: int) -> None:
-        self.extend_hashes(request.block_hashes, request.all_token_ids, num_blocks, cache_salt=request.cache_salt)
+        num_known = len(request.block_hashes)
+        if num_known < num_blocks:
+            self.note_hashes(request, num_known)
+            self.extend_hashes(request.block_hashes, request.all_token_ids, num_blocks, cache_salt=request.cache_salt)
+
+    def note_hashes(self, request: Request, num_told: int) -> None:
+        """A request has, or is about to get, further block hashes than the `num_told` that a report has told of."""
+        entry = self._hashed.get(request.request_id)
+        if entry is None or entry[0] is not request:  # an id may come again; who had it before is gone without having run
+            self._hashed[request.request_id] = (request, num_told)
+
+    def take_new_hashes(self) -> dict[str, list[str]]:
+        """The block hashes that requests got since the last call, in the form of `short_hash`."""
+        if not self._hashed:
+            return {}
+        hashed, self._hashed = self._hashed, {}
+        return {
+            req_id: [short_hash(block_hash) for block_hash in request.block_hashes[num_told:]]
+            for req_id, (request, num_told) in hashed.items()
+        }
 
     def extend_hashes(self, hashes: list[BlockHash], token_ids: Sequence[int], num_blocks: int, *, cache_salt: str | None) -> None:
         """Append the hashes of the next blocks of `token_ids` until there are `num_blocks`. Takes about 2 us a block."""

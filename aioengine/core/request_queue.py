@@ -10,13 +10,21 @@ from aioengine.request import Request
 
 SchedulingKey = tuple[int, int]
 
+SJF_AGING_TOKENS = 256
+"""Policy "sjf": what having come one request earlier is worth, in tokens of the prompt."""
+
 
 def scheduling_key(policy: SchedulingPolicy, request: Request) -> SchedulingKey:
     """The one order of a policy: who is admitted first and, read backwards, who is preempted first.
 
-    fcfs: by arrival. priority: a lower number first, equals by arrival.
+    fcfs: by arrival. priority: a lower number first, equals by arrival. sjf: the shortest prompt first, but each request that came
+    before weighs like so many tokens: who waits is overtaken by a bounded number, and no clock is needed for it.
     """
-    return (request.priority if policy == "priority" else 0, request.arrival_index)
+    if policy == "fcfs":
+        return (0, request.arrival_index)
+    if policy == "priority":
+        return (request.priority, request.arrival_index)
+    return (request.num_prompt_tokens + SJF_AGING_TOKENS * request.arrival_index, request.arrival_index)
 
 
 class RequestQueue:

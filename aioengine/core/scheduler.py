@@ -32,6 +32,7 @@ class ScheduleReport:
     block_changes: BlockChanges
     stopped_req_id: str | None  # the waiting request at which admission stopped
     num_blocks_needed: int  # free blocks that it would take; 0: blocks are not what it lacks
+    block_hashes: dict[str, list[str]]  # that requests got since the last report, by request, shortened
 
 
 class Scheduler:
@@ -85,6 +86,8 @@ class Scheduler:
         self.totals.num_arrived_reqs += 1
         self.requests[request.request_id] = request
         self.waiting.add(request)
+        if request.block_hashes:
+            self.kv_cache_manager.note_hashes(request, 0)
         if request.sampling_params.structured_outputs is not None:
             self._structured_output_req_ids.add(request.request_id)
         self._check()
@@ -351,6 +354,7 @@ class Scheduler:
             block_changes=self.kv_cache_manager.block_pool.take_changes(),
             stopped_req_id=self._stopped_req_id,
             num_blocks_needed=self._num_blocks_needed,
+            block_hashes=self.kv_cache_manager.take_new_hashes(),
         )
 
     def make_stats(self) -> SchedulerStats:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import sys
 import warnings
 from collections.abc import Awaitable, Callable, Coroutine
@@ -18,6 +19,7 @@ from aioengine.engine.outputs.detokenizer import TextTokenizer
 from aioengine.engine.parts import EngineParts
 from aioengine.engine.publish_options import PublishOptions
 from aioengine.engine.publishing import Publisher
+from aioengine.engine.run_facts import find_run_facts
 from aioengine.engine.startup import build_parts, find_setup, load_model, setup_for_executor
 from aioengine.errors import AioEngineError, ConfigError, EngineDeadError, StepTimeoutError
 from aioengine.events.bus import StepBus
@@ -89,7 +91,8 @@ class EngineLife:
         else:
             setup = setup_for_executor(self.config, self.executor, tokenizer=self._tokenizer, model_info=self._model_info)
         setup, num_blocks = await load_model(setup)
-        self.publisher.record(setup.model_info.name, setup.config)
+        facts = await find_run_facts(setup, with_digest=self.publisher.options.record is not None)
+        self.publisher.record(setup.model_info.name, setup.config, num_kv_cache_blocks=num_blocks, facts=dataclasses.asdict(facts))
         await asyncio.wrap_future(setup.executor.initialize_kv_cache(num_blocks))
         publish_text = self.publisher.options.publish_text
         parts = self.parts = build_parts(

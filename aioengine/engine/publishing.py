@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from aioengine.engine.publish_options import PublishOptions
@@ -35,9 +35,11 @@ class Publisher:
         if options.events is not None:
             self._server = EventServer(options.events, token=options.events_token, include_text=options.publish_text)
 
-    def record(self, model: str, config: Any) -> None:
+    def record(self, model: str, config: Any, *, num_kv_cache_blocks: int, facts: Mapping[str, Any]) -> None:
         """Fix the header and start the recording, if one is wanted. Raises ConfigError."""
-        self.header = WireHeader.create(model, config, include_prompts=self.options.publish_text)
+        self.header = WireHeader.create(
+            model, config, include_prompts=self.options.publish_text, num_kv_cache_blocks=num_kv_cache_blocks, facts=facts
+        )
         if self._recording is not None:
             self._recorder = StepRecorder(self._recording, self.header)
             self._recording = None

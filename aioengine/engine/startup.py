@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +37,7 @@ class EngineSetup:
     tokenizer: TextTokenizer | None
     config: ResolvedConfig
     executor: Executor
+    files: ModelFiles | None = None  # None: the user brought the executor
 
 
 async def find_setup(config: EngineConfig, *, tokenizer: TextTokenizer | None) -> EngineSetup:
@@ -43,7 +45,7 @@ async def find_setup(config: EngineConfig, *, tokenizer: TextTokenizer | None) -
     files, info, own_tokenizer, cuda_available = await asyncio.to_thread(_find_model, config, needs_tokenizer=tokenizer is None)
     resolved = config.resolve(info, cuda_available=cuda_available, free_memory_bytes=free_memory_bytes())
     executor = await asyncio.to_thread(_make_executor, resolved, files)
-    return EngineSetup(info, own_tokenizer if tokenizer is None else tokenizer, resolved, executor)
+    return EngineSetup(info, own_tokenizer if tokenizer is None else tokenizer, resolved, executor, files)
 
 
 def setup_for_executor(
@@ -65,7 +67,7 @@ async def load_model(setup: EngineSetup) -> tuple[EngineSetup, int]:
     num_blocks = config.cache.num_kv_cache_blocks
     if num_blocks is None:
         num_blocks = await asyncio.wrap_future(executor.determine_num_kv_cache_blocks())
-    return replace(setup, config=config.fitted(num_blocks)), num_blocks
+    return replace(setup, config=config.fitted(num_blocks).with_prefix_caching_seed(secrets.token_hex(16))), num_blocks
 
 
 def build_parts(

@@ -7,14 +7,22 @@ every event carries absolute gauges, and an `EngineSnapshot` is sent on attach a
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from aioengine.core.scheduler_output import AdmissionStop, BlockChanges, SchedulerOutput, SchedulerStats
 from aioengine.outputs import FinishReason
 from aioengine.sampling_params import SamplingParams
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """1: until 0.1. 2: `approximate`. 3: the engine's totals, the last step in a snapshot, why admission stopped, the order of the free
-queue, parent hashes, when masks were computed. Older lines lack fields that have a default."""
+queue, parent hashes, when masks were computed. 4: all that a recording needs to be run again: the calls of the scheduler in their
+order, sampled tokens, prompts or else block hashes, what the engine ran on. Older lines lack fields that have a default."""
+
+SchedulerCall = Literal["add", "finish", "reset", "reset_running", "schedule", "update", "ended"]
+"""A call of the scheduler: `add_request()` with the next of an event's `added`; `finish_requests()` with the next of its
+`finished`, or "ended" where the scheduler ended that one itself in the update before; `reset_prefix_cache()`, "reset_running" with
+`reset_running_requests=True`; `schedule()` and `update_from_output()`, of which each event has one.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +34,10 @@ class RequestInfo:
     max_tokens: int
     arrival_time: float
     priority: int = 0
-    prompt: str | None = None  # only where the user asked for text to be published
+    prompt: str | None = None  # this and the next two only where the user asked for text to be published
+    prompt_token_ids: list[int] | None = None
+    cache_salt: str | None = None
+    sampling_params: SamplingParams | None = None  # None: a recording of before schema 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +69,9 @@ class StepEvent:
     approximate: bool = False  # read back from a line: values that JSON has no form for were written in the nearest one
     stopped_req_id: str | None = None  # the waiting request at which admission stopped; None: the queue was empty
     num_blocks_needed: int = 0  # free blocks that it would take; 0 but for the admission stop "no_blocks"
+    calls: list[SchedulerCall] = field(default_factory=list)  # since the previous event, in order; the last one is "schedule"
+    # Shortened hashes of the full blocks that requests have come to since the previous event: what the prefix cache goes by.
+    block_hashes: dict[str, list[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +99,11 @@ class StepResultEvent:
     approximate: bool = False  # as in a StepEvent
     grammar_start: float | None = None  # when the host computed the masks that this step sampled with; None: it needed none
     grammar_end: float | None = None
+    calls: list[SchedulerCall] = field(default_factory=list)  # as in a StepEvent; one of them is "update"
+    block_hashes: dict[str, list[str]] = field(default_factory=dict)  # as in a StepEvent
+    sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)  # the worker's; only where text is published
+    num_dropped_tokens: dict[str, int] = field(default_factory=dict)  # sampled behind the token that ended the request
+    logprob_digests: dict[str, str] = field(default_factory=dict)  # of the worker's log-probabilities; only where text is published
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, Literal
 
 import msgspec
@@ -61,14 +62,38 @@ class WireHeader:
     perf_counter: float
     include_prompts: bool = False
     schema_version: int = SCHEMA_VERSION
+    num_kv_cache_blocks: int | None = None  # the null block included; None: not told (before schema 4)
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)  # what the tokens' bits depend on, see `RunFacts`
 
     @classmethod
-    def create(cls, model: str, config: Any = None, *, include_prompts: bool = False) -> WireHeader:
-        """The header of this process, now. `config` is a mapping or a dataclass such as `ResolvedConfig`, or None."""
+    def create(
+        cls,
+        model: str,
+        config: Any = None,
+        *,
+        include_prompts: bool = False,
+        num_kv_cache_blocks: int | None = None,
+        facts: Mapping[str, Any] = MappingProxyType({}),
+    ) -> WireHeader:
+        """The header of this process, now. `config` is a mapping or a dataclass such as `ResolvedConfig`, or None.
+
+        Without prompts the seed of the block hashes stays behind: who knew it could try prompts against the hashes.
+        """
         from aioengine import __version__
 
         plain: dict[str, Any] = msgspec.json.decode(dumps_anyhow(config or {}))
-        return cls(__version__, model, plain, time.time(), time.perf_counter(), include_prompts)
+        if not include_prompts and isinstance(cache := plain.get("cache"), dict) and cache.get("prefix_caching_seed") is not None:
+            cache["prefix_caching_seed"] = None
+        return cls(
+            __version__,
+            model,
+            plain,
+            time.time(),
+            time.perf_counter(),
+            include_prompts,
+            num_kv_cache_blocks=num_kv_cache_blocks,
+            facts=msgspec.json.decode(dumps_anyhow(facts)),
+        )
 
 
 # ---------------------------------------------------------------------------------------------------- encoding
@@ -125,7 +150,7 @@ def _is_plain(event: Event, include_prompts: bool) -> bool:
                 and (include_prompts or not event.output.scheduled_spec_decode_tokens)
             )
         case StepResultEvent():
-            return not event.added and (include_prompts or not event.new_text)
+            return not event.added and (include_prompts or not (event.new_text or event.sampled_token_ids))
     return False
 
 
@@ -139,8 +164,9 @@ def _check_integers(line: dict[str, Any]) -> None:
     for name in ("last_step", "last_result"):
         if line.get(name) is not None:
             _check_integers(line[name])
-    integers += [info.priority for info in line.get("added", ())]
-    for request in requests:
+    added = line.get("added", [])
+    integers += [info["priority"] for info in added]
+    for request in (*requests, *added):
         params = request["sampling_params"]
         if params and not _TOKEN_LISTS.isdisjoint(params):
             integers += _token_ids_of(params)
@@ -162,13 +188,13 @@ def _event_to_dict(event: Event, include_prompts: bool) -> dict[str, Any]:
         case StepEvent():
             line["output"] = _output_to_dict(event.output, include_prompts)
         case StepResultEvent() if not include_prompts:
-            line["new_text"] = {}
+            line["new_text"] = line["sampled_token_ids"] = line["logprob_digests"] = {}
         case EngineSnapshot():
             line["requests"] = [_request_snapshot_to_dict(request, include_prompts) for request in event.requests]
             for name, told in (("last_step", event.last_step), ("last_result", event.last_result)):
                 line[name] = None if told is None else _event_to_dict(told, include_prompts)
-    if not include_prompts and not isinstance(event, EngineSnapshot):
-        line["added"] = [_without_prompt(info) for info in event.added]
+    if not isinstance(event, EngineSnapshot):
+        line["added"] = [_request_info_to_dict(info, include_prompts) for info in event.added]
     return line
 
 
@@ -195,8 +221,13 @@ def _fields_of(value: Any) -> dict[str, Any]:
     return line
 
 
-def _without_prompt(info: RequestInfo) -> RequestInfo:
-    return info if info.prompt is None else dataclasses.replace(info, prompt=None)
+def _request_info_to_dict(info: RequestInfo, include_prompts: bool) -> dict[str, Any]:
+    line = _fields_of(info)
+    if info.sampling_params is not None:
+        line["sampling_params"] = params_to_dict(info.sampling_params)
+    if not include_prompts:
+        line["prompt"] = line["prompt_token_ids"] = line["cache_salt"] = None
+    return line
 
 
 def _request_snapshot_to_dict(request: RequestSnapshot, include_prompts: bool) -> dict[str, Any]:
@@ -336,7 +367,10 @@ def _make_structs(*, lenient: bool) -> CheckedStructs:
 _REFUSALS = (KeyError, TypeError, ValueError, AttributeError, RecursionError)  # of msgspec's, and of what builds the parameters
 _FORMS = {
     cls: _Form.of(cls)
-    for cls in (StepEvent, StepResultEvent, EngineSnapshot, RequestSnapshot, SchedulerOutput, NewRequestData, CachedRequestData)
+    for cls in (
+        *(StepEvent, StepResultEvent, EngineSnapshot, RequestInfo, RequestSnapshot),
+        *(SchedulerOutput, NewRequestData, CachedRequestData),
+    )
 }
 _read_other_forms = operator.attrgetter("added", "output.scheduled_new_reqs", "output.scheduled_cached_reqs.all_token_ids")
 _read_sets = operator.attrgetter(

@@ -74,6 +74,11 @@ class Worker:
             # What is left to PyTorch is small, and its threads would fight the model's for the cores.
             limit_torch_threads(1)
 
+    def runs_native_kernels(self) -> bool:
+        """The packed weights' own kernels run the model, not PyTorch's. After `load_model`."""
+        assert self._model is not None, "load_model() comes first"
+        return self._model.runs_own_threads
+
     def determine_num_kv_cache_blocks(self) -> int:
         """How many blocks, the null block included: what the settings say, else what fits into the allowed memory.
 

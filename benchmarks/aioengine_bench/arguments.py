@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from aioengine.errors import ConfigError
 from aioengine_bench.flags import (
     add_dataset_options,
     add_load_options,
@@ -34,6 +35,7 @@ from aioengine_bench.settings import (
     SweepSettings,
     ThroughputSettings,
 )
+from aioengine_bench.simulate.settings import SimulateSettings
 from aioengine_bench.specs import SaveOptions
 
 if TYPE_CHECKING:
@@ -55,7 +57,8 @@ examples:
 def add_subcommands(parser: Any, host: Host) -> None:
     """Give `parser` (of `aioengine bench`) its subcommands; each sets `handler(args, start_time)`."""
     commands = parser.add_subparsers(title="commands", dest="bench_command", metavar="COMMAND", required=True, prog="aioengine bench")
-    for add in (_add_throughput, _add_latency, _add_serve, _add_sweep, _add_overhead, _add_kernels, _add_compare, _add_diff, _add_report):
+    measure = (_add_throughput, _add_latency, _add_serve, _add_sweep, _add_overhead, _add_kernels, _add_compare)
+    for add in (*measure, _add_simulate, _add_diff, _add_report):
         add(commands, host)
 
 
@@ -226,6 +229,45 @@ def _add_overhead(commands: Any, host: Host) -> None:
 
         settings = OverheadSettings(**given(args, OverheadSettings), save=save_options(args))
         host.run(overhead(settings))
+
+    parser.set_defaults(handler=handle)
+
+
+def _add_simulate(commands: Any, host: Host) -> None:
+    parser = _command(
+        commands,
+        "simulate",
+        "the real scheduler on a virtual clock: other traffic, other settings, other machines, no model",
+        """\
+  aioengine bench simulate --trace AzureLLMInferenceTrace_conv.csv --roofline llama-3-8b,h100 --max-num-batched-tokens 8192
+  aioengine bench simulate --from-recording prod.jsonl --set max_num_batched_tokens=1024
+  aioengine bench simulate --trace conversation_trace.jsonl --replicas 4 --routing prefix_aware
+  aioengine bench simulate --from-recording prod.jsonl --goal "ttft_p99<=500,tpot_p50<=40" --vary max_num_seqs=16:256
+  aioengine bench simulate --from-recording prod.jsonl --record sim.jsonl      then: aioengine top sim.jsonl
+""",
+    )
+    add_options(parser, SimulateSettings)
+    add_load_options(parser)
+    add_metric_options(parser)
+    add_dataset_options(parser, num_prompts=100)
+    add_save_options(parser)
+    host.add_engine_options(parser)
+
+    def handle(args: argparse.Namespace, start_time: float) -> None:
+        from aioengine_bench.simulate.command import run_simulate
+
+        publish = host.publish_options(args)
+        if publish.events is not None:
+            raise ConfigError("--events is for an engine that runs: --record writes what aioengine top plays")
+        settings = SimulateSettings(**given(args, SimulateSettings), record=None if publish.record is None else str(publish.record))
+        serve = ServeSettings(
+            **given(args, ServeSettings),
+            config=host.engine_config(args),
+            dataset=dataset_spec(args),
+            arrivals=arrival_process(args),
+            save=save_options(args),
+        )
+        run_simulate(settings, serve)
 
     parser.set_defaults(handler=handle)
 

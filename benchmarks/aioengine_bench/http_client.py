@@ -49,6 +49,7 @@ class _Connection:
         self.reader = reader
         self.writer = writer
         self.may_be_used_again = True
+        self.is_kept = False  # it has had a request before
 
     async def send(self, data: bytes) -> _Head:
         self.writer.write(data)
@@ -103,7 +104,15 @@ class HttpClient:
         connection = await self._connect()
         try:
             try:
-                head = await asyncio.wait_for(connection.send(data), self._remote.timeout_s)
+                try:
+                    head = await asyncio.wait_for(connection.send(data), self._remote.timeout_s)
+                except (asyncio.IncompleteReadError, ConnectionError) as exc:
+                    # A server may close a kept connection just as the next request goes out (llama.cpp's does): ask anew.
+                    if not connection.is_kept or (isinstance(exc, asyncio.IncompleteReadError) and exc.partial):
+                        raise
+                    connection.writer.close()
+                    connection = await open_connection(self._remote)
+                    head = await asyncio.wait_for(connection.send(data), self._remote.timeout_s)
                 if head.status != 200:
                     raise RequestFailed(f"HTTP {head.status}: {_error_text(b''.join([part async for part in connection.parts(head)]))}")
                 async for chunk in _chunks(connection, head, request):
@@ -148,6 +157,7 @@ class HttpClient:
         while self._idle:
             connection = self._idle.pop()
             if not connection.reader.at_eof():
+                connection.is_kept = True
                 return connection
             connection.writer.close()
         return await open_connection(self._remote)
@@ -204,12 +214,8 @@ async def _chunks(connection: _Connection, head: _Head, request: BenchRequest) -
             is_done = True
             continue
         event = _parse(data)
-        if usage := event.get("usage"):
-            num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-            total = usage.get("completion_tokens")
-            if held is not None and isinstance(total, int) and not event.get("choices"):
-                held = Chunk(max(0, held.num_tokens + total - num_tokens), held.text, num_cached, held.time)
-                num_tokens = total
+        usage = event.get("usage") or {}
+        num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or num_cached
         for choice in event.get("choices") or ():
             text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
             finish_reason = choice.get("finish_reason") or finish_reason
@@ -218,6 +224,11 @@ async def _chunks(connection: _Connection, head: _Head, request: BenchRequest) -
                     yield held
                 held = Chunk(1, text, num_cached, now)
                 num_tokens += 1
+        # llama.cpp puts the usage into the event that has the finish_reason, others into one of its own.
+        is_last = finish_reason is not None or not event.get("choices")
+        if held is not None and is_last and isinstance(total := usage.get("completion_tokens"), int):
+            held = Chunk(max(0, held.num_tokens + total - num_tokens), held.text, num_cached, held.time)
+            num_tokens = total
     if held is not None:
         yield held
     if finish_reason is None:

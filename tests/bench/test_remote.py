@@ -80,6 +80,50 @@ async def test_token_counts_are_the_servers_where_events_hold_several(tmp_path: 
     assert chunks[-1].num_cached_tokens == 5
 
 
+async def test_the_usage_may_come_with_the_finish_reason() -> None:
+    """As llama.cpp's server sends it, which holds back tokens that end inside a character: the last event has no text."""
+    text = b'data: {"choices":[{"index":0,"text":"a","finish_reason":null}],"usage":{"completion_tokens":0}}\n\n' * 2
+    usage = b'"usage":{"completion_tokens":12,"prompt_tokens_details":{"cached_tokens":5}}'
+    end = b'data: {"choices":[{"index":0,"text":"","finish_reason":"length"}],' + usage + b"}\n\ndata: [DONE]\n\n"
+    async with answering(text + end) as url:
+        chunks = [chunk async for chunk in client_of(url).send(REQUEST, request_id="a")]
+    assert [chunk.num_tokens for chunk in chunks] == [1, 11]
+    assert chunks[-1].num_cached_tokens == 5
+
+
+@pytest.mark.parametrize(("answered", "num_connections"), [(b"", 3), (b"HTTP/1.1 2", 1)])
+async def test_a_kept_connection_that_the_server_closes_is_opened_anew_once(answered: bytes, num_connections: int) -> None:
+    """Only where nothing was answered on it, and only once: the third request finds a server that closes every connection."""
+    event = b'data: {"choices":[{"index":0,"text":"a","finish_reason":"length"}],"usage":{"completion_tokens":12}}\n\n'
+    whole = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(event) + event
+    answers = iter([whole, answered, whole, b""] if not answered else [whole, answered])
+    connections = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        while answer := await read_and_answer(reader, next(answers, b"")):
+            writer.write(answer)
+            if answer is not whole:
+                break
+        writer.close()
+
+    async def read_and_answer(reader: asyncio.StreamReader, answer: bytes) -> bytes:
+        head = await reader.readuntil(b"\r\n\r\n")
+        await reader.readexactly(int(head.split(b"content-length: ")[1].split(b"\r\n")[0]))
+        return answer
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        client = client_of(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        assert [chunk.num_tokens async for chunk in client.send(REQUEST, request_id="a")] == [12]
+        if not answered:
+            assert [chunk.num_tokens async for chunk in client.send(REQUEST, request_id="b")] == [12]
+        with pytest.raises(RequestFailed, match="broke off"):
+            await anext(client.send(REQUEST, request_id="c"))
+        await client.close()
+    assert connections == num_connections
+
+
 async def test_an_event_is_stamped_when_its_last_byte_arrives(tmp_path: Path) -> None:
     async with serving({"answers": [{"text": "abcdefghij", "tokens_per_s": 50}]}) as served:
         loop, times = asyncio.get_running_loop(), []

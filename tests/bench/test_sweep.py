@@ -22,6 +22,7 @@ from aioengine_bench.settings import Load, ServeSettings, SweepSettings, parse_s
 from aioengine_bench.specs import DatasetSpec, SamplingSpec, SaveOptions
 from aioengine_bench.sweep import median_result, pareto_front, run_name, saturation_point, saturation_rates, sweep
 from tests.bench.conftest import FakeHost
+from tests.waiting import until
 
 MakeHost = Callable[..., FakeHost]
 
@@ -237,7 +238,8 @@ async def test_a_dry_run_starts_nothing(make_host: MakeHost, tmp_path: Path, cap
 
 async def test_an_interrupted_sweep_keeps_its_files(make_host: MakeHost, tmp_path: Path) -> None:
     task = asyncio.create_task(sweep(make_settings(tmp_path, request_rates=(200.0, 0.5)), make_host().host()))
-    await asyncio.sleep(1.0)
+    await until(lambda: any(tmp_path.glob(run_name({}, Load(request_rate=200.0), 1, "*").replace("_.json", "*.json"))))
+    await asyncio.sleep(0.5)
     task.cancel()
     assert await task is True
     assert json.loads((tmp_path / "summary.json").read_text())["interrupted"] is True

@@ -124,7 +124,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 5),
         extra_budget=st.integers(0, 20),
         threshold=st.sampled_from([0, 0, 3]),
-        policy=st.sampled_from(["fcfs", "priority"]),
+        policy=st.sampled_from(["fcfs", "priority", "sjf"]),
         caching=st.booleans(),
         zeroing=st.booleans(),
         depth=st.integers(1, 3),

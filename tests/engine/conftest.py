@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
@@ -14,16 +13,9 @@ import pytest
 from aioengine.core.invariants import check_idle
 from aioengine.engine.async_engine import AsyncEngine
 from aioengine.testing import FakeExecutor, FakeTokenizer
+from tests.waiting import until
 
 OPTIONS: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "block_size": 4, "check_invariants": True, "seed": 0}
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(5000):
-        if condition():
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError("it did not happen within 5 s")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import orjson
@@ -25,6 +25,7 @@ from aioengine.sampling_params import SamplingParams, StructuredOutputsParams
 from aioengine_tui.model.state import DashboardState
 from aioengine_tui.model.state_json import state_to_json
 from tests.tui.runs import make_run
+from tests.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +37,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def as_bytes(state: DashboardState) -> bytes:
     return orjson.dumps(state_to_json(state, complete=True))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        await asyncio.sleep(0.005)
 
 
 # ---------------------------------------------------------------------------------------------------- the index

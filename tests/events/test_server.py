@@ -12,7 +12,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from aioengine.events.wire import WireError, WireHeader
 from aioengine.testing import FakeExecutor, FakeTokenizer
 from aioengine_tui.model.state import DashboardState
 from aioengine_tui.model.state_json import state_to_json
+from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,13 +55,6 @@ def exists(path: Path) -> bool:
 
 def mode_of(path: Path) -> int:
     return path.stat().st_mode
-
-
-async def until(condition: Callable[[], bool], *, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        await asyncio.sleep(0.01)
 
 
 @contextlib.asynccontextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -17,6 +16,7 @@ from aioengine.core.invariants import check_idle
 from aioengine.engine.async_engine import AsyncEngine
 from aioengine.server import ServerSettings, create_app
 from aioengine.testing import FakeExecutor, FakeTokenizer, NextToken, default_next_token
+from tests.waiting import until
 
 OPTIONS: dict[str, Any] = {
     "max_num_seqs": 8,
@@ -25,13 +25,6 @@ OPTIONS: dict[str, Any] = {
     "block_size": 4,
     "seed": 0,
 }
-
-
-async def until(condition: Callable[[], bool], *, within_s: float = 5.0) -> None:
-    deadline = asyncio.get_running_loop().time() + within_s
-    while not condition():
-        assert asyncio.get_running_loop().time() < deadline, f"it did not happen within {within_s:g} s"
-        await asyncio.sleep(0.001)
 
 
 @dataclass(frozen=True, slots=True)

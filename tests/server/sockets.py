@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +18,7 @@ from aioengine.server.connection import ConnectionLimits
 from aioengine.server.fake import ScriptedEngine
 from aioengine.server.run import Server, bind
 from aioengine.server.script import Script, parse_script
+from tests.waiting import until
 
 KEY = "a-key-for-tests-0123456789"
 
@@ -137,12 +138,6 @@ def http(method: str, path: str, body: Any = None, headers: Mapping[str, str] | 
     lines = {"host": "127.0.0.1", **({"content-length": str(len(content))} if body is not None else {}), **(headers or {})}
     head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
     return f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode("latin-1") + content
-
-
-async def until(condition: Callable[[], bool], *, within_s: float = 5.0) -> None:
-    async with asyncio.timeout(within_s):
-        while not condition():  # noqa: ASYNC110 - what is waited for happens in the server
-            await asyncio.sleep(0.005)
 
 
 @asynccontextmanager

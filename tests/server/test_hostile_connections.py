@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from aioengine.server.connection import MAX_HEAD_BYTES, MAX_HEADERS, ConnectionLimits
-from tests.server.sockets import Connection, Served, http, serving, until
+from tests.server.sockets import Connection, Served, http, serving
+from tests.waiting import until
 
 QUICK = ConnectionLimits(head_timeout_s=0.4, linger_s=0.3, stall_timeout_s=0.5)
 MATE = {"prompt": "mate", "max_tokens": 60, "stream": True, "ignore_eos": True}

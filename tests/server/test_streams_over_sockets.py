@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.server.sockets import Served, http, serving, until
+from tests.server.sockets import Served, http, serving
+from tests.waiting import until
 
 ASKS: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": ["one", "two", "three"], "n": 2, "max_tokens": 30, "stream_options": {"include_usage": True}},

@@ -78,7 +78,7 @@ async def test_where_bits_do_not_depend_on_the_load_an_answer_says_what_they_dep
 
     from aioengine.engine.async_engine import AsyncEngine
     from aioengine.server import create_app
-    from tests.server.sockets import until
+    from tests.waiting import until
 
     async with AsyncEngine("smollm2", max_model_len=256) as engine:
         app = create_app(engine)

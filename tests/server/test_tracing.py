@@ -16,7 +16,8 @@ import pytest
 from aioengine.errors import ConfigError
 from aioengine.server import create_app
 from aioengine.server.tracing import OtelTracer
-from tests.server.sockets import Served, http, serving, until
+from tests.server.sockets import Served, http, serving
+from tests.waiting import until
 
 PARENT = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
 

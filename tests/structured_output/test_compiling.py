@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from aioengine.structured_output.manager import StructuredOutputManager
 from aioengine.structured_output.matcher import GrammarError
 from aioengine.testing import EOS_TOKEN_ID, FakeTokenizer
 from tests.structured_output.vocabularies import allowed
+from tests.waiting import until
 
 SLOW = "slow"
 
@@ -56,14 +57,6 @@ def manager() -> Iterator[StructuredOutputManager]:
     made = StructuredOutputManager(FakeTokenizer(), vocab_size=261, eos_token_ids=frozenset({EOS_TOKEN_ID}))
     yield made
     made.shutdown()
-
-
-async def until(is_true: Callable[[], bool]) -> None:
-    for _ in range(500):
-        if is_true():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it did not come true within 5 s")
 
 
 async def test_slow_grammars_hold_up_neither_cached_nor_new_ones(manager: StructuredOutputManager, gate: Gate) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from aioengine.core.scheduler import Scheduler
 from aioengine.core.scheduler_output import SchedulerOutput
@@ -11,8 +13,8 @@ from aioengine.engine.loop.engine_snapshot import TextSource, TokenTimes, build_
 from aioengine.engine.loop.failure_report import describe_event, describe_output
 from aioengine.engine.loop.step_sampler import MaskTiming
 from aioengine.events.bus import StepBus
-from aioengine.events.step_event import EngineSnapshot, Event, FinishedInfo, RequestInfo, StepEvent, StepResultEvent
-from aioengine.outputs import EngineCoreOutput, FinishReason, WorkerTiming
+from aioengine.events.step_event import EngineSnapshot, Event, FinishedInfo, RequestInfo, SchedulerCall, StepEvent, StepResultEvent
+from aioengine.outputs import EngineCoreOutput, FinishReason, ModelRunnerOutput, TokenLogprobs
 from aioengine.printable import LogLines, get_logger, printable
 from aioengine.request import Request
 
@@ -41,6 +43,7 @@ class CoreEvents:
         self._requests: dict[str, Request] = {}  # the live ones; the scheduler forgets those that it ends itself
         self._added: list[RequestInfo] = []
         self._finished: list[FinishedInfo] = []
+        self._calls: list[SchedulerCall] = []  # of the scheduler, since the last event
         self._stats_before = scheduler.make_stats()  # as of the last result
         self._last_step: StepEvent | None = None
         self._last_result: StepResultEvent | None = None
@@ -51,7 +54,10 @@ class CoreEvents:
 
     # ------------------------------------------------------------------ who came and who went
     def note_added(self, request: Request, *, prompt: str | None) -> None:
+        """`add_request()` was called."""
+        publish_text = self._text_source is not None
         self._requests[request.request_id] = request
+        self._calls.append("add")
         self._added.append(
             RequestInfo(
                 request_id=request.request_id,
@@ -60,10 +66,23 @@ class CoreEvents:
                 arrival_time=request.arrival_time,
                 priority=request.priority,
                 prompt=prompt,
+                prompt_token_ids=request.prompt_token_ids if publish_text else None,
+                cache_salt=request.cache_salt if publish_text else None,
+                sampling_params=request.sampling_params,
             )
         )
 
-    def note_finished(self, request_id: str, reason: FinishReason, stop_reason: int | str | None) -> None:
+    def note_reset(self, *, reset_running_requests: bool) -> None:
+        """`reset_prefix_cache()` was called."""
+        self._calls.append("reset_running" if reset_running_requests else "reset")
+
+    def note_update(self) -> None:
+        """`update_from_output()` was called; what is noted until `publish_result` came after it."""
+        self._calls.append("update")
+
+    def note_finished(self, request_id: str, reason: FinishReason, stop_reason: int | str | None, *, by: SchedulerCall) -> None:
+        """by: "finish" for a call of `finish_requests()`, "ended" if the scheduler ended it itself."""
+        self._calls.append(by)
         request = self._requests.pop(request_id)
         self._times.pop(request_id, None)
         self._without_token.pop(request_id, None)
@@ -78,6 +97,7 @@ class CoreEvents:
     def publish_step(self, output: SchedulerOutput, *, queue_depth: int, schedule_start: float, schedule_end: float) -> None:
         """A step was scheduled and handed to the worker. Times in seconds of `time.perf_counter()`."""
         report = self._scheduler.take_report()
+        self._calls.append("schedule")
         self._work += _STEP_WORK + len(output.num_scheduled_tokens)
         for new in output.scheduled_new_reqs:
             self._times[new.req_id] = self._without_token[new.req_id] = TokenTimes(schedule_start)
@@ -98,6 +118,8 @@ class CoreEvents:
                     finished=self._finished,
                     stopped_req_id=report.stopped_req_id,
                     num_blocks_needed=report.num_blocks_needed,
+                    calls=self._calls,
+                    block_hashes=report.block_hashes,
                 )
             )
         )
@@ -107,7 +129,7 @@ class CoreEvents:
         step_id: int,
         outputs: list[EngineCoreOutput],
         *,
-        timing: WorkerTiming | None,
+        result: ModelRunnerOutput,
         masks: MaskTiming | None,
         queue_depth: int,
         update_start: float,
@@ -116,7 +138,7 @@ class CoreEvents:
         """The tokens of a step were taken in. Times in seconds of `time.perf_counter()`."""
         stats, before = self._scheduler.make_stats(), self._stats_before
         self._stats_before = stats
-        block_changes = self._scheduler.take_report().block_changes
+        report, timing, publish_text = self._scheduler.take_report(), result.timing, self._text_source is not None
         if self._without_token:
             self._note_first_tokens(outputs, time=update_end)
         self._publish_news(
@@ -126,7 +148,7 @@ class CoreEvents:
                     time=update_end,
                     num_new_tokens={output.request_id: len(output.new_token_ids) for output in outputs},
                     stats=stats,
-                    block_changes=block_changes,
+                    block_changes=report.block_changes,
                     queue_depth=queue_depth,
                     execute_start=timing.execute_start if timing else None,
                     execute_end=timing.execute_end if timing else None,
@@ -141,6 +163,11 @@ class CoreEvents:
                     num_accepted_tokens=stats.num_accepted_tokens - before.num_accepted_tokens,
                     grammar_start=masks.start if masks else None,
                     grammar_end=masks.end if masks else None,
+                    calls=self._calls,
+                    block_hashes=report.block_hashes,
+                    sampled_token_ids=_sampled(result) if publish_text else {},
+                    num_dropped_tokens=_num_dropped(outputs, result),
+                    logprob_digests=digest_logprobs(result.logprobs) if publish_text and result.logprobs else {},
                 )
             )
         )
@@ -184,7 +211,7 @@ class CoreEvents:
     def _publish_news(self, make: Callable[[], Event]) -> None:
         """Publish an event that tells who came and who went."""
         if self._publish(make):
-            self._added, self._finished = [], []
+            self._added, self._finished, self._calls = [], [], []
 
     def _publish(self, make: Callable[[], Event]) -> bool:
         """Publish what `make` builds. False if it raises: what observers see ends no step, and a snapshot will tell the rest."""
@@ -204,6 +231,30 @@ class CoreEvents:
         """The last events, one a line, for the log of a failure. Never raises."""
         lines = "".join(f"\n  {describe(event)}" for event in self._recent)
         return LogLines(f"the last {len(self._recent)} events:{lines}")
+
+
+def _sampled(result: ModelRunnerOutput) -> dict[str, list[int]]:
+    return {req_id: token_ids for req_id, token_ids in zip(result.req_ids, result.sampled_token_ids, strict=True) if token_ids}
+
+
+def _num_dropped(outputs: Iterable[EngineCoreOutput], result: ModelRunnerOutput) -> dict[str, int]:
+    """Only accepted draft tokens can come with, and so behind, a token that ends their request."""
+    return {
+        output.request_id: num_dropped
+        for output in outputs
+        if output.num_draft_tokens
+        and (num_dropped := len(result.sampled_token_ids[result.req_id_to_index[output.request_id]]) - len(output.new_token_ids))
+    }
+
+
+def digest_logprobs(logprobs: Mapping[str, list[TokenLogprobs]]) -> dict[str, str]:
+    """A digest of the bits of each request's log-probabilities, so that two runs can be compared without writing them down."""
+    return {req_id: _digest(positions) for req_id, positions in logprobs.items()}
+
+
+def _digest(positions: Iterable[TokenLogprobs]) -> str:
+    entries = [(token_id, entry.logprob, entry.rank) for position in positions for token_id, entry in position.items()]
+    return hashlib.sha256(b"".join(struct.pack("<qdq", *entry) for entry in entries)).hexdigest()[:16]
 
 
 def describe(subject: Event | SchedulerOutput) -> str:

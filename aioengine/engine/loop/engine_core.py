@@ -21,7 +21,7 @@ from aioengine.engine.loop.step_in_flight import StepInFlight, StepWatchdog
 from aioengine.engine.loop.step_sampler import StepSampler
 from aioengine.errors import EngineDeadError
 from aioengine.events.bus import StepBus
-from aioengine.events.step_event import EngineSnapshot
+from aioengine.events.step_event import EngineSnapshot, SchedulerCall
 from aioengine.executor.base import Executor
 from aioengine.outputs import EngineCoreOutput, FinishReason, ModelRunnerOutput
 from aioengine.printable import get_logger
@@ -155,11 +155,11 @@ class EngineCore:
         """Hand a request to the scheduler. Raises InvalidRequestError if it cannot run, EngineDeadError if nothing can."""
         self.check_health()
         self.scheduler.add_request(request)
+        self._events.note_added(request, prompt=prompt)  # at once: what fails below ends a request that observers know
         if grammar is not None:
             assert self._structured_output is not None
             self._structured_output.add(request.request_id, grammar, request.sampling_params)
         self._times.note_added(request.request_id, arrival_time=request.arrival_time, now=time.perf_counter())
-        self._events.note_added(request, prompt=prompt)
         self._wake_up.set()
 
     def knows(self, request_id: str) -> bool:
@@ -178,7 +178,7 @@ class EngineCore:
             for request in self.scheduler.finish_requests([end.request_id], end.status):
                 reason = end.status.finish_reason
                 assert reason is not None
-                self._note_finished(request.request_id, reason, end.stop_reason)
+                self._note_finished(request.request_id, reason, end.stop_reason, by="finish")
                 ended.append(request.request_id)
         if ended:
             self._wake_up.set()
@@ -189,8 +189,10 @@ class EngineCore:
         be reset and nothing can run any more.
         """
         if not reset_running_requests:
+            self._events.note_reset(reset_running_requests=False)
             return self.scheduler.reset_prefix_cache()
         self.check_health()
+        self._events.note_reset(reset_running_requests=True)
         is_reset = self.scheduler.reset_prefix_cache(reset_running_requests=True)
         self._wake_up.set()  # who was preempted waits again
         return is_reset
@@ -301,6 +303,7 @@ class EngineCore:
         self._current = step.output
         result = self._sampler.check(step.output, step.result())
         update_start = time.perf_counter()
+        self._events.note_update()
         outputs = self.scheduler.update_from_output(step.output, result)
         self._sampler.note_updated()  # before anything else: the worker may wait for it
         update_end = time.perf_counter()
@@ -310,7 +313,7 @@ class EngineCore:
         self._events.publish_result(
             step.output.step_id,
             outputs,
-            timing=result.timing,
+            result=result,
             masks=self._sampler.take_mask_timing(step.output.step_id),
             queue_depth=len(self._in_flight),
             update_start=update_start,
@@ -332,10 +335,10 @@ class EngineCore:
             end = by_id.get(output.request_id)
             if end is not None and end.status.finish_reason is not None:
                 reason, stop_reason = end.status.finish_reason, end.stop_reason
-            self._note_finished(output.request_id, reason, stop_reason)
+            self._note_finished(output.request_id, reason, stop_reason, by="ended")
 
-    def _note_finished(self, request_id: str, reason: FinishReason, stop_reason: int | str | None) -> None:
-        self._events.note_finished(request_id, reason, stop_reason)
+    def _note_finished(self, request_id: str, reason: FinishReason, stop_reason: int | str | None, *, by: SchedulerCall) -> None:
+        self._events.note_finished(request_id, reason, stop_reason, by=by)
         if self._structured_output is not None:
             self._structured_output.remove(request_id)
 

@@ -41,7 +41,7 @@ def test_importing_the_package_loads_nothing() -> None:
 def test_without_a_library_there_is_a_reason() -> None:
     code = (
         "import aioengine_kernels.cpu.library as library\n"
-        "library.EXTENSION_SUFFIXES[:] = []\n"
+        "library.__file__ = '/nowhere/library.py'\n"
         "print(library.status())\n"
         "try:\n    library.open_library()\nexcept RuntimeError as error:\n    print(error)\n"
     )

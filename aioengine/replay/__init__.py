@@ -1,0 +1,1 @@
+"""Runs a recording again: the scheduler's frames, and the worker's tokens."""
