@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from aioengine_tui.model.blocks import ALLOCATED, EMPTY, FREE_CACHED, RELEASED, SHARED, USED
 from aioengine_tui.model.owner_marks import NUM_OWNER_COLOURS, OwnerMark, OwnerMarks
-from aioengine_tui.widgets.block_grid import GridContent, grid_lines, legend, owner_legend
+from aioengine_tui.widgets.block_grid import CellLooks, GridContent, grid_lines, legend, owner_legend
 from aioengine_tui.widgets.block_layout import GridLayout
 from aioengine_tui.widgets.text import line_text, width_of
 
@@ -169,3 +170,19 @@ def test_the_legend_of_owners_says_how_many_it_leaves_out() -> None:
         shown = text.count("request-")
         assert shown == 9 or text.endswith(f"… {9 - shown} more")
     assert Counter(line_text(owner_legend(owners, 400)).split())["3"] == 9
+
+
+def test_looks_that_are_kept_give_the_picture_that_would_be_drawn_without_them() -> None:
+    rng = random.Random(0)
+    kept: CellLooks = {}
+    marks = [POEM, LETTER]
+    for num_blocks in [203, 203, 500, 203] * 10:
+        codes = bytes(rng.choices((EMPTY, FREE_CACHED, USED, SHARED, ALLOCATED, RELEASED), k=num_blocks))
+        owned = {block: rng.choice(marks) for block in range(1, num_blocks + 1) if codes[block - 1] in (USED, SHARED, ALLOCATED)}
+        lit = frozenset(rng.sample(sorted(owned), 3)) if rng.random() < 0.3 else frozenset()
+        places = {block: place for place, block in enumerate(sorted(set(range(1, num_blocks + 1)) - set(owned)), 1)}
+        content, layout = GridContent(codes, owned, places=places, lit=lit), GridLayout.of(num_blocks, width=30, rows=4)
+        assert layout.per_cell > 1
+        for with_places in (False, True):
+            drawn = grid_lines(content, layout, cursor=7, with_places=with_places, looks=kept)
+            assert drawn == grid_lines(content, layout, cursor=7, with_places=with_places)

@@ -120,7 +120,7 @@ class BlockMap:
             raise IndexError(f"block {block_id} is outside 1..{self.num_blocks}")
         owners = self.owners(block_id)
         code = self._codes[block_id]
-        for step, changed_id, recent in reversed(self._recent):
+        for step, changed_id, recent in reversed(self._recent) if recent_steps else ():
             if step <= step_id - recent_steps:
                 break
             if changed_id == block_id and (recent == ALLOCATED) == bool(owners):
@@ -182,7 +182,9 @@ class BlockMap:
             if block_id > self.num_blocks:
                 self.resize(block_id)
             owners = self._owners.get(block_id, ())
-            if request_id not in owners:
+            if not owners:  # nearly always
+                self._owners[block_id], self._last_owner[block_id], self._codes[block_id] = (request_id,), request_id, USED
+            elif request_id not in owners:
                 self._set_owners(block_id, (*owners, request_id))
 
     def remove_owner(self, request_id: str, block_ids: Iterable[int], *, step_id: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import repeat
 
 from aioengine.core.scheduler_output import BlockChanges, SchedulerOutput, SchedulerStats
 from aioengine.events.sources.base import Gap, SourceStatus
@@ -10,7 +11,7 @@ from aioengine.events.step_event import EngineSnapshot, Event, StepEvent, StepRe
 from aioengine.events.wire import WireHeader
 from aioengine_tui.model.log import name_some, plural
 from aioengine_tui.model.metrics import OverlapMeter
-from aioengine_tui.model.rows import Lanes, Share, StepRecord
+from aioengine_tui.model.rows import Lanes, Shares, StepRecord
 from aioengine_tui.model.snapshots import fold_snapshot_requests, shares_of_told_step
 from aioengine_tui.model.state_data import GapNote, StateData
 from aioengine_tui.model.transitions import fold_result_requests, fold_step_requests, lists_agree, note_unseen_end
@@ -121,11 +122,10 @@ def _check_sequence(data: StateData, step_id: int) -> None:
             _note_gap(data, 0, f"the stream begins at step {step_id}, without a snapshot")
 
 
-def _measure(data: StateData, event: StepEvent, shares: tuple[Share, ...]) -> tuple[int, int]:
+def _measure(data: StateData, event: StepEvent, shares: Shares) -> tuple[int, int]:
     """Returns the prompt tokens of the step, and those that a preemption made necessary again."""
     num_prompt = num_recomputed = 0
-    kinds = [share[1] for share in shares]
-    for share in shares if kinds.count("decode") < len(kinds) else ():  # most steps only decode
+    for share in shares.others:
         if share.kind == "resumed":
             row = data.requests.get(share.request_id)
             lost_end, prompt_end = (row.recompute_until, row.num_prompt_tokens) if row is not None else (share.end, 0)
@@ -144,7 +144,7 @@ def _measure(data: StateData, event: StepEvent, shares: tuple[Share, ...]) -> tu
     return num_prompt, num_recomputed
 
 
-def _make_record(event: StepEvent, shares: tuple[Share, ...]) -> StepRecord:
+def _make_record(event: StepEvent, shares: Shares) -> StepRecord:
     output: SchedulerOutput = event.output
     cached, changes = output.scheduled_cached_reqs, event.block_changes
     resumed = cached.resumed_req_ids
@@ -213,7 +213,7 @@ def _complete_record(data: StateData, event: StepResultEvent) -> None:
                 result_time=event.time,
                 num_draft_tokens=event.num_draft_tokens,
                 num_accepted_tokens=event.num_accepted_tokens,
-                sampled=tuple([num_new(share[0], 0) for share in record.shares]),
+                sampled=tuple(map(num_new, record.shares.request_ids, repeat(0))),
                 lanes=Lanes(
                     schedule=record.lanes.schedule,
                     execute=_span(event.execute_start, event.execute_end),
@@ -268,7 +268,7 @@ def _note_last_step(data: StateData, snapshot: EngineSnapshot) -> None:
         data.waterfall.note_result(result, data.requests, last_step_id=data.last_step_id)
 
 
-def _note_told_step(data: StateData, event: StepEvent, shares: tuple[Share, ...]) -> None:
+def _note_told_step(data: StateData, event: StepEvent, shares: Shares) -> None:
     """The waterfall begins with it."""
     tokens = {kind: sum(share.num_tokens for share in shares if share.kind == kind) for kind in ("chunk", "prefill", "resumed")}
     num_prompt = tokens["chunk"] + tokens["prefill"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from itertools import chain
+from typing import Literal, NamedTuple, overload
 
 from aioengine.core.scheduler_output import AdmissionStop, SchedulerStats
 from aioengine.outputs import FinishReason
@@ -68,6 +70,72 @@ class Share(NamedTuple):
         return () if self.replaces_table else self.block_ids[: len(self.block_ids) - self.num_new_blocks]
 
 
+class DecodeShares(NamedTuple):
+    """The shares of requests that decode one token each, in columns: most steps have no others, and few of them are looked at."""
+
+    request_ids: Sequence[str]
+    starts: Sequence[int]
+    tables: Sequence[tuple[int, ...]]
+    num_new_blocks: dict[str, int]  # only of those that got some
+    num_output_tokens: Sequence[int]
+    masked: frozenset[str]  # request ids
+
+    def make(self) -> Iterator[Share]:
+        new_blocks, masked = self.num_new_blocks, self.masked
+        for req_id, start, table, num_output in zip(*self[:3], self.num_output_tokens, strict=True):
+            yield Share(
+                req_id, "decode", 1, start, table, new_blocks.get(req_id, 0), num_output_tokens=num_output, needs_mask=req_id in masked
+            )
+
+
+class Shares(Sequence[Share]):
+    """The shares of a step in the order of the batch: those that decode, kept in columns, and others behind them.
+
+    A share is made when it is asked for; to whoever reads it this is a tuple of shares. Never changes.
+    """
+
+    __slots__ = ("_made", "decoding", "others")
+
+    def __init__(self, decoding: DecodeShares | None, others: tuple[Share, ...] = ()) -> None:
+        self.decoding = decoding
+        self.others = others
+        self._made: tuple[Share, ...] | None = others if decoding is None else None
+
+    @property
+    def all(self) -> tuple[Share, ...]:
+        if self._made is None:
+            assert self.decoding is not None, "else they are made"
+            self._made = (*self.decoding.make(), *self.others)
+        return self._made
+
+    @property
+    def request_ids(self) -> Iterator[str]:
+        """Without making the shares."""
+        return chain(self.decoding.request_ids if self.decoding is not None else (), (share.request_id for share in self.others))
+
+    def __len__(self) -> int:
+        return len(self.others) + (len(self.decoding.request_ids) if self.decoding is not None else 0)
+
+    @overload
+    def __getitem__(self, index: int) -> Share: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Share, ...]: ...
+    def __getitem__(self, index: int | slice) -> Share | tuple[Share, ...]:
+        return self.all[index]
+
+    def __iter__(self) -> Iterator[Share]:
+        return iter(self.all)
+
+    def __eq__(self, other: object) -> bool:
+        return self.all == (other.all if isinstance(other, Shares) else other)
+
+    def __hash__(self) -> int:
+        return hash(self.all)
+
+    def __repr__(self) -> str:
+        return repr(self.all)
+
+
 @dataclass(frozen=True, slots=True)
 class Lanes:
     """When the phases of a step ran; None while unknown (the step is in flight, or the executor reports no times)."""
@@ -88,7 +156,7 @@ class StepRecord:
     token_budget: int
     num_tokens: int  # scheduled in all
     admission_stop: AdmissionStop
-    shares: tuple[Share, ...]  # in the order of the batch
+    shares: Shares  # in the order of the batch
     new_ids: tuple[str, ...]
     cached_ids: tuple[str, ...]  # went on from an earlier step; without the resumed ones
     resumed_ids: tuple[str, ...]

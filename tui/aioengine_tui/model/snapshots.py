@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aioengine.events.step_event import EngineSnapshot, RequestSnapshot, StepEvent
-from aioengine_tui.model.rows import RequestRow, RequestState, Share, ShareKind
+from aioengine_tui.model.rows import RequestRow, RequestState, Share, ShareKind, Shares
 from aioengine_tui.model.state_data import StateData
 from aioengine_tui.model.transitions import add_milestone, find_or_make_row, note_unseen_end
 
@@ -87,7 +87,7 @@ def _note_lingering(data: StateData, snapshot: EngineSnapshot) -> None:
         row.told_in_step = told_in_step or None
 
 
-def shares_of_told_step(data: StateData, event: StepEvent) -> tuple[Share, ...]:
+def shares_of_told_step(data: StateData, event: StepEvent) -> Shares:
     """The shares of a step that was not seen, but told by a snapshot that came after it: the rows are already moved on."""
     output, cached = event.output, event.output.scheduled_cached_reqs
     drafts, masked = output.scheduled_spec_decode_tokens, output.structured_output_request_ids
@@ -116,4 +116,4 @@ def shares_of_told_step(data: StateData, event: StepEvent) -> tuple[Share, ...]:
     for share in by_id.values():
         if (row := data.requests.get(share.request_id)) is not None and row.is_live:
             row.last_step_id, row.last_step_tokens, row.last_step_kind = event.step_id, share.num_tokens, share.kind
-    return tuple(by_id[req_id] for req_id in output.num_scheduled_tokens if req_id in by_id)
+    return Shares(None, tuple(by_id[req_id] for req_id in output.num_scheduled_tokens if req_id in by_id))

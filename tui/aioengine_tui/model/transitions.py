@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import eq
 
 from aioengine.core.scheduler_output import CachedRequestData, NewRequestData
 from aioengine.events.step_event import FinishedInfo, RequestInfo, StepEvent, StepResultEvent
 from aioengine_tui.model.log import end_words, name_some, plural
-from aioengine_tui.model.rows import Milestone, MilestoneKind, RequestRow, Share, ShareKind
+from aioengine_tui.model.rows import DecodeShares, Milestone, MilestoneKind, RequestRow, Share, ShareKind, Shares
 from aioengine_tui.model.state_data import StateData
 
 
 # ---------------------------------------------------------------------------------------------------- by event
-def fold_step_requests(data: StateData, event: StepEvent) -> tuple[Share, ...]:
+def fold_step_requests(data: StateData, event: StepEvent) -> Shares:
     """What a scheduled step does to requests; returns their shares of it in the order of the batch."""
     for info in event.added:
         _note_arrival(data, info)
@@ -104,15 +105,52 @@ def _note_preempted(data: StateData, event: StepEvent) -> None:
         data.log.add(event.time, event.step_id, "preempted", req_id, text)
 
 
-def _note_scheduled(data: StateData, event: StepEvent) -> tuple[Share, ...]:
+def _note_scheduled(data: StateData, event: StepEvent) -> Shares:
     """Move the rows on; returns the shares in the order of the batch."""
-    output = event.output
-    shares = _fold_cached(data, event)
-    if not output.scheduled_new_reqs and not output.scheduled_cached_reqs.resumed_req_ids:
-        return tuple(shares)  # the common case: already in order
-    shares += [_admit(data, new, event) for new in output.scheduled_new_reqs]
+    output, cached = event.output, event.output.scheduled_cached_reqs
+    decoding = _fold_steady(data, event) if lists_agree(cached) else None
+    others = _fold_cached(data, event) if decoding is None else []
+    others += [_admit(data, new, event) for new in output.scheduled_new_reqs]
+    if not output.scheduled_new_reqs and not cached.resumed_req_ids:
+        return Shares(decoding, tuple(others))  # the common case: already in order
+    shares = Shares(decoding, tuple(others))
+    if all(map(eq, shares.request_ids, output.num_scheduled_tokens)) and len(shares) == len(output.num_scheduled_tokens):
+        return shares
     by_id = {share.request_id: share for share in shares}
-    return tuple(by_id[req_id] for req_id in output.num_scheduled_tokens if req_id in by_id)
+    return Shares(None, tuple(by_id[req_id] for req_id in output.num_scheduled_tokens if req_id in by_id))
+
+
+def _fold_steady(data: StateData, event: StepEvent) -> DecodeShares | None:
+    """`_fold_cached` where every request decodes one token; None, and nothing is changed: they do not all.
+
+    It is the step that comes by far the most often, so requests are looked up and compared in C, and no share is made.
+    """
+    output, cached, step_id = event.output, event.output.scheduled_cached_reqs, event.step_id
+    if cached.resumed_req_ids or output.scheduled_spec_decode_tokens:
+        return None
+    req_ids, starts = cached.req_ids, cached.num_computed_tokens
+    found = list(map(data.requests.get, req_ids))
+    counts = list(map(output.num_scheduled_tokens.get, req_ids))
+    if counts.count(1) != len(counts):
+        return None
+    rows: list[RequestRow] = []
+    for row, start in zip(found, starts, strict=True):
+        if row is None or start < row.recompute_until or start < row.num_prompt_tokens or row.state == "waiting":
+            return None
+        rows.append(row)
+    num_new_blocks: dict[str, int] = {}
+    if cached.new_block_ids.count(None) != len(rows):
+        for row, added in zip(rows, cached.new_block_ids, strict=True):
+            if added is not None:
+                _give_blocks(data, row, added[0], replace=False)
+                num_new_blocks[row.request_id] = len(added[0])
+    for row, start in zip(rows, starts, strict=True):
+        row.num_computed_tokens = start + 1
+        row.last_step_id = step_id
+        row.last_step_tokens = 1
+        row.last_step_kind = "decode"
+    tables = [row.table for row in rows]
+    return DecodeShares(req_ids, starts, tables, num_new_blocks, cached.num_output_tokens, output.structured_output_request_ids)
 
 
 def _fold_cached(data: StateData, event: StepEvent) -> list[Share]:

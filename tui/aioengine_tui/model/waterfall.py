@@ -14,12 +14,11 @@ Everything is seconds of the engine's clock, step ids, and counts.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 from aioengine.core.scheduler_output import AdmissionStop
 from aioengine.events.step_event import StepEvent, StepResultEvent
-from aioengine_tui.model.rows import RequestRow, Share
+from aioengine_tui.model.rows import RequestRow, Share, Shares
 
 Cell = Literal["none", "waiting", "preempted", "idle", "decode", "draft", "chunk", "prefill", "resumed", "ended", "aborted", "mixed"]
 """What a request did in a step. waiting: in the queue (why: the step's `StepMark.stop`). preempted: back in the queue after it
@@ -197,7 +196,7 @@ class Waterfall:
     def note_step(
         self,
         event: StepEvent,
-        shares: Sequence[Share],
+        shares: Shares,
         requests: dict[str, RequestRow],
         *,
         num_prompt_tokens: int,
@@ -228,9 +227,18 @@ class Waterfall:
         )  # fmt: skip
         self._forget_old_rows()
 
-    def _note_shares(self, step_id: int, previous: int, shares: Sequence[Share], requests: dict[str, RequestRow]) -> None:
+    def _note_shares(self, step_id: int, previous: int, shares: Shares, requests: dict[str, RequestRow]) -> None:
         live = self._live
-        for share in shares:
+        request_ids = shares.decoding.request_ids if shares.decoding is not None else ()
+        for request_id, row in zip(request_ids, map(live.get, request_ids), strict=True):
+            if row is None:
+                if (known := requests.get(request_id)) is None:
+                    continue
+                row = self._add_row(known)
+            if row.last_share_step != previous or row.cell != DECODE:  # else it goes on: nothing to write down
+                row.add(Run(step_id, DECODE, 1))
+            row.last_share_step = step_id
+        for share in shares.others:
             request_id, kind, num_tokens = share[:3]
             row = live.get(request_id)
             if row is None:

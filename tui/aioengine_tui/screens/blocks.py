@@ -16,7 +16,7 @@ from aioengine_tui.screens.base import View
 from aioengine_tui.session import Session
 from aioengine_tui.table_file import ExportTable
 from aioengine_tui.themes import Palette
-from aioengine_tui.widgets.block_grid import GridContent, grid_lines, legend, owner_legend
+from aioengine_tui.widgets.block_grid import CellLooks, GridContent, grid_lines, legend, owner_legend
 from aioengine_tui.widgets.block_layout import GridLayout
 from aioengine_tui.widgets.glyphs import BLOCK_WORDS
 from aioengine_tui.widgets.text import Line, Part, clean, fit_line, fit_middle, number, pack, percent, rule, side_by_side
@@ -55,6 +55,7 @@ class BlocksView(View):
         self.with_places = False
         self._layout = GridLayout.of(0, width=1, rows=1)
         self._grid_row = 0
+        self._looks: CellLooks = {}
 
     # ------------------------------------------------------------------ keys
     def action_move(self, columns: int, rows: int) -> None:
@@ -103,10 +104,10 @@ class BlocksView(View):
         rows = max(1, height - 2 - num_foot)
         self._layout = layout = GridLayout.of(state.blocks.num_blocks, width=grid_width, rows=rows)
         self.cursor = max(1, min(self.cursor, layout.num_blocks))
-        content = self._content(state)
+        content = self._content(state, with_places=wide or self.with_places or layout.per_cell == 1)
         head = [_counts(state, width), fit_line(legend(layout, width), width)]
         self._grid_row = len(head)
-        grid = grid_lines(content, layout, cursor=self.cursor, with_places=self.with_places)
+        grid = grid_lines(content, layout, cursor=self.cursor, with_places=self.with_places, looks=self._looks)
         grid = (grid + [[] for _ in range(rows)])[:rows]
         if wide:
             grid = side_by_side([grid, self._panel(state, content, rows)], [grid_width, _PANEL_WIDTH], gap=2)
@@ -119,7 +120,7 @@ class BlocksView(View):
             foot = [*packed, *([] for _ in range(num_foot - 1 - len(packed))), owner_legend(self._owners(state), width)]
         return [fit_line(line, width) for line in (*head, *grid, *foot)][:height]
 
-    def _content(self, state: DashboardState) -> GridContent:
+    def _content(self, state: DashboardState, *, with_places: bool) -> GridContent:
         marks: dict[int, OwnerMark] = {}
         ref_cnts: dict[int, int] = {}
         fills: dict[int, int] = {}
@@ -147,7 +148,7 @@ class BlocksView(View):
             block_size=size,
             fills=fills,
             ref_cnts=ref_cnts,
-            places={block_id: place for place, block_id in enumerate(blocks.eviction_order() or (), 1)},
+            places={block_id: place for place, block_id in enumerate((blocks.eviction_order() or ()) if with_places else (), 1)},
             evicted=frozenset(state.current.evicted_ids) if state.current is not None else frozenset(),
             lit=frozenset(lit.block_ids) if lit is not None else frozenset(),
             hashes={info.block_id: info.block_hash for info in infos if info.block_hash},

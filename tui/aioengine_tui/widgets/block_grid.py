@@ -34,21 +34,35 @@ class GridContent:
     hashes: Mapping[int, str] = field(default_factory=dict)  # read for large cells only
 
 
-def grid_lines(content: GridContent, layout: GridLayout, *, cursor: int | None = None, with_places: bool = False) -> list[Line]:
-    """The cells as lines. cursor: a block id, whose cell is drawn reversed. with_places: small cells show the order of eviction."""
+CellLooks = dict[tuple[bytes, bytes], tuple[str, str]]
+"""Glyph and role of cells of many blocks, by the codes and the colours of their blocks: most cells are as in the picture before."""
+
+_MAX_KEPT_LOOKS = 20_000
+
+
+def grid_lines(
+    content: GridContent, layout: GridLayout, *, cursor: int | None = None, with_places: bool = False, looks: CellLooks | None = None
+) -> list[Line]:
+    """The cells as lines. cursor: a block id, whose cell is drawn reversed. with_places: small cells show the order of eviction.
+
+    looks: kept by the caller from picture to picture, and filled here.
+    """
     cursor_cell = layout.cell_of(cursor) if cursor is not None and 1 <= cursor <= layout.num_blocks else -1
     painter = _Painter(content, layout, with_places)
+    kept = looks if looks is not None and layout.per_cell > 1 and not with_places and not content.lit else None
+    if kept is not None and len(kept) > _MAX_KEPT_LOOKS:
+        kept.clear()
     lines: list[Line] = []
     for start in range(0, layout.num_cells, layout.columns):
         cells = range(start, min(start + layout.columns, layout.num_cells))
         label = f"{layout.blocks_of(start).start:>{layout.gutter - 1}} " if layout.gutter else ""
         if layout.inner_width == 1:
-            looks = [painter.small(cell) for cell in cells]
+            row = [painter.small(cell) for cell in cells] if kept is None else painter.small_row(cells, kept)
             if cursor_cell in cells:
-                glyph, role = looks[cursor_cell - start]
+                glyph, role = row[cursor_cell - start]
                 level = EIGHTHS.find(glyph)  # a full cell would be all ground: the number of eighths is never blank
-                looks[cursor_cell - start] = (str(level) if level > 0 else glyph, role + "^")
-            lines.append([Part(label, "muted"), *_run_lengths(looks)])
+                row[cursor_cell - start] = (str(level) if level > 0 else glyph, role + "^")
+            lines.append([Part(label, "muted"), *_run_lengths(row)])
             continue
         rows: list[Line] = [[Part(label if y == 0 else " " * layout.gutter, "muted")] for y in range(layout.cell_height)]
         for cell in cells:
@@ -66,15 +80,29 @@ class _Painter:
         self._layout = layout
         self._places = content.places if with_places else {}
         self._owned = content.codes.translate(_IS_OWNED)  # 1: somebody has the block; block 1 first
-        self._colours = bytearray(len(content.codes))  # 0: nobody has it, else the colour of its first owner, plus 1
+        colours = bytearray(len(content.codes))
         if layout.per_cell > 1:
             for block_id, mark in content.marks.items():
-                self._colours[block_id - 1] = mark.colour + 1
+                colours[block_id - 1] = mark.colour + 1
+        self._colours = bytes(colours)  # 0: nobody has it, else the colour of its first owner, plus 1
 
     # ------------------------------------------------------------------ one character
     def small(self, cell: int) -> tuple[str, str]:
         """Glyph and role."""
         return self._one(cell + 1) if self._layout.per_cell == 1 else self._several(cell)
+
+    def small_row(self, cells: range, kept: CellLooks) -> list[tuple[str, str]]:
+        """`small` of cells of many blocks, where nothing is lit and no places are shown: codes and colours say it all."""
+        codes, colours, size = self._content.codes, self._colours, self._layout.per_cell
+        row: list[tuple[str, str]] = []
+        for cell in cells:
+            start = cell * size
+            key = codes[start : start + size], colours[start : start + size]
+            look = kept.get(key)
+            if look is None:
+                look = kept[key] = self._several(cell)
+            row.append(look)
+        return row
 
     def _one(self, block_id: int) -> tuple[str, str]:
         content = self._content
