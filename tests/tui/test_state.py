@@ -18,6 +18,7 @@ from aioengine.events.recording.reader import read_recording
 from aioengine.events.sources.base import Gap, SourceStatus
 from aioengine.events.step_event import EngineSnapshot, Event, RequestSnapshot, StepEvent, StepResultEvent
 from aioengine.events.wire import decode, encode
+from aioengine_tui.model.rows import Shares
 from aioengine_tui.model.state import SERIES, DashboardState
 from aioengine_tui.model.state_json import state_to_json
 from aioengine_tui.plain import render_plain
@@ -153,7 +154,7 @@ def test_a_late_viewer_has_the_last_step_and_the_times_at_once(run: Run) -> None
             if ours.request_id in live and whole.requests[ours.request_id].state == "running":
                 assert ours == theirs
             assert ours[:1] + ours[2:4] + ours[5:] == theirs[:1] + theirs[2:4] + theirs[5:]
-        assert dataclasses.replace(late.current, shares=()) == dataclasses.replace(whole.current, shares=())
+        assert dataclasses.replace(late.current, shares=Shares(None)) == dataclasses.replace(whole.current, shares=Shares(None))
         for row in whole.requests.values():
             if row.is_live:
                 assert late.requests[row.request_id].ttft == row.ttft
