@@ -23,7 +23,7 @@ def main() -> None:
     client = OpenAI(base_url=os.environ.get("BASE_URL", "http://127.0.0.1:8000/v1"), api_key="none")
     messages: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
     # "required" goes by a grammar over the tools' schemas: any model's call is valid.
-    asked: Any = client.chat.completions.create(model="smollm2", messages=messages, tools=[WEATHER], tool_choice="required")
+    asked: Any = client.chat.completions.create(model="smollm2", messages=messages, tools=[WEATHER], tool_choice="required", temperature=0)
     first = asked.choices[0].message
     (call,) = first.tool_calls
     arguments = json.loads(call.function.arguments)

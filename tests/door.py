@@ -15,7 +15,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from aioengine import AioEngineError, AsyncEngine, SamplingParams
-from aioengine.events.step_event import EngineSnapshot, Event, StepEvent
+from aioengine.events.step_event import EngineSnapshot, Event, RequestInfo, StepEvent, StepResultEvent
 from aioengine.events.wire import decode, encode
 from aioengine.sampling_params import RequestOutputKind, StructuredOutputsParams
 
@@ -164,6 +164,8 @@ async def _run(engine: AsyncEngine, params: SamplingParams, options: Mapping[str
 
 def _without_extra_args(event: Event) -> Event:
     """Which do not travel."""
+    if isinstance(event, StepEvent | StepResultEvent):
+        event = dataclasses.replace(event, added=[_plain_request(request) for request in event.added])
     match event:
         case StepEvent():
             output = event.output
@@ -174,6 +176,10 @@ def _without_extra_args(event: Event) -> Event:
             return dataclasses.replace(event, requests=requests)
         case _:
             return event
+
+
+def _plain_request(request: RequestInfo) -> RequestInfo:
+    return dataclasses.replace(request, sampling_params=request.sampling_params and _plain(request.sampling_params))
 
 
 def _plain(params: SamplingParams) -> SamplingParams:
