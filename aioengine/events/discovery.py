@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from aioengine.errors import ConfigError
+from aioengine.events.recording.locked_file import release
 from aioengine.events.wire import WireHeader
 from aioengine.printable import get_logger, printable
 
@@ -110,10 +111,7 @@ class Announcement:
             return
         with contextlib.suppress(OSError):
             self.path.unlink()
-        if fcntl is not None:  # a child process may have inherited the file, and with it the lock
-            with contextlib.suppress(OSError):
-                fcntl.flock(self._fd, fcntl.LOCK_UN)
-        os.close(self._fd)
+        release(self._fd)
         self._fd = -1
 
 

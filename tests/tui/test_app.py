@@ -36,6 +36,7 @@ async def running(
 
 
 async def settle(app: DashboardApp, pilot: Pilot[None]) -> None:
+    """Draw as the timer does; twice, because a line that comes or goes changes the height of the others."""
     await pilot.pause()
     app.draw()
     await pilot.pause()

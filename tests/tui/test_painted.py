@@ -33,6 +33,7 @@ from aioengine_tui.widgets.chrome import tabs_line, title_line, warnings_line
 from aioengine_tui.widgets.text import fit_line, line_text
 from tests.tui.painted import CUT_NUMBER, PaintedApp, faults_of
 from tests.tui.support import HEADER, ListSource, MadeUpEngine, busy_items, busy_state
+from tests.tui.test_app import settle
 
 SIZES = [(40, 10), (47, 13), (60, 16), (80, 24), (93, 31), (120, 40), (154, 20), (200, 60), (30, 8)]
 KEYS = [
@@ -52,15 +53,8 @@ def exports_land_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 async def painted(source: ListSource, *, size: tuple[int, int] = (80, 24), **options: Any) -> AsyncIterator[tuple[PaintedApp, Pilot[None]]]:
     app = PaintedApp(source, **options)
     async with app.run_test(size=size) as pilot:
-        await look(app, pilot)
+        await settle(app, pilot)
         yield app, pilot
-
-
-async def look(app: PaintedApp, pilot: Pilot[None]) -> None:
-    """Draw as the timer does; twice, because a line that comes or goes changes the height of the others."""
-    await pilot.pause()
-    app.draw()
-    await pilot.pause()
 
 
 def traffic(seed: int) -> Iterator[list[StreamItem]]:
@@ -84,7 +78,7 @@ async def random_walk(seed: int, *, num_actions: int) -> None:
         history: list[str] = []
         for _ in range(num_actions):
             history.append(await one_action(app, pilot, source, events, rng))
-            await look(app, pilot)
+            await settle(app, pilot)
             faults = faults_of(app)
             assert not faults, f"seed {seed} at {app.size}, after {history}:\n" + "\n".join(faults[:6])
 
@@ -157,15 +151,15 @@ async def test_a_row_that_left_while_a_note_was_shown_does_not_stay_painted() ->
             row = app.session.live.requests["alpha"].copy()
             row.request_id = f"ghost-{index}"
             app.session.live.requests[row.request_id] = row
-        await look(app, pilot)
+        await settle(app, pilot)
         assert "ghost" in app.terminal.texts[-2]
         app.say("a note")
-        await look(app, pilot)
+        await settle(app, pilot)
         for name in [name for name in app.session.live.requests if name.startswith("ghost")]:
             del app.session.live.requests[name]
-        await look(app, pilot)
+        await settle(app, pilot)
         app._note_until = time.monotonic() - 1
-        await look(app, pilot)
+        await settle(app, pilot)
         assert faults_of(app) == []
         assert "ghost" not in "\n".join(app.terminal.texts)
 

@@ -19,7 +19,6 @@ from aioengine_tui.runs.reading import RunBuilder, read_run
 from aioengine_tui.runs.report import render_report, report_data
 from aioengine_tui.runs.run_log import Piece, RunLog, RunRequest
 from tests.tui.browser import open_page, require_browser
-from tests.tui.runs import make_run
 from tests.tui.support import HEADER
 
 NASTY = '</script><script>document.title="taken"</script><!--\x00\x1b[31m\u2028"\\\ud800&amp;\u202e'
@@ -47,13 +46,6 @@ class Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self._inside:
             self.raw[self._inside][-1] += data
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("recording") / "run.jsonl"
-    make_run(num_requests=60, record=path)
-    return path
 
 
 @pytest.fixture(scope="module")

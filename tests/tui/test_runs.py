@@ -27,13 +27,6 @@ from tests.tui.support import HEADER, MadeUpEngine
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("recording") / "run.jsonl"
-    make_run(num_requests=60, record=path)
-    return path
-
-
-@pytest.fixture(scope="module")
 def recording(path: Path) -> Recording:
     return read_recording(path)
 

@@ -12,7 +12,7 @@ from aioengine_tui.widgets.glyphs import BLOCK_GLYPHS, KIND_FILLS, LANE_FILLS
 from aioengine_tui.widgets.text import width_of
 from tests.tui.painted import PaintedApp
 from tests.tui.support import ListSource, busy_items
-from tests.tui.test_painted import look
+from tests.tui.test_app import settle
 
 
 @pytest.mark.parametrize(
@@ -53,6 +53,6 @@ async def test_nothing_but_ascii_is_painted() -> None:
     async with app.run_test(size=(120, 40)) as pilot:
         for key in ("1", "2", "3", "enter", "2", "enter", "4", "T", "5", "6", "question_mark"):
             await pilot.press(key)
-            await look(app, pilot)
+            await settle(app, pilot)
             assert all(text.isascii() for text in app.terminal.texts), key
             assert any(text.strip() for text in app.terminal.texts)

@@ -28,6 +28,14 @@ _KINDS = {
 }
 
 
+def release(fd: int) -> None:
+    """Let go of the lock on a file, if there is one, and of the file."""
+    if fcntl is not None:  # a child process may have inherited the file, and with it the lock
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
+
+
 class RecordingFile:
     """Opens the file and holds a lock on it until `close()`. What is in it stays until `begin()` writes the first line.
 
@@ -75,10 +83,7 @@ class RecordingFile:
         if self._is_new:
             with contextlib.suppress(OSError):
                 self.path.unlink()
-        if fcntl is not None:  # a child process may have inherited the file, and with it the lock
-            with contextlib.suppress(OSError):
-                fcntl.flock(self._fd, fcntl.LOCK_UN)
-        os.close(self._fd)
+        release(self._fd)
         self._fd = -1
 
     def _open(self) -> tuple[int, bool]:
