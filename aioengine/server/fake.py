@@ -9,9 +9,8 @@ For the tests of programs that talk to a server. Nothing here imports torch.
 from __future__ import annotations
 
 import asyncio
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -43,24 +42,10 @@ _PREFERRED: tuple[int, ...] = (EOS_TOKEN_ID, *b'"}]:,0ntf{[')
 
 
 class ScriptedTokenizer(FakeTokenizer):
-    """Takes every role, and writes tools and calls as Hermes and Qwen do."""
+    """Takes every role."""
 
-    def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
-    ) -> str:
-        """Every role is taken, variables are not looked at."""
-        parts = ["<bos>"]
-        if tools:
-            parts.append(f"<|system|><tools>{json.dumps(list(tools))}</tools><eos>")
-        for message in messages:
-            calls = "".join(f"<tool_call>{json.dumps(call['function'])}</tool_call>" for call in message.get("tool_calls") or ())
-            parts.append(f"<|{message['role']}|>{message.get('content') or ''}{calls}<eos>")
-        return "".join(parts) + ("<|assistant|>" if add_generation_prompt else "")
+    def _turn(self, message: Mapping[str, Any]) -> tuple[str, Any]:
+        return message["role"], message.get("content") or ""
 
 
 class ScriptedExecutor(FakeExecutor):

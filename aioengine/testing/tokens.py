@@ -66,12 +66,17 @@ class FakeTokenizer:
         if tools:
             text += f"<|system|><tools>{json.dumps(list(tools))}</tools><eos>"
         for message in messages:
-            if message["role"] not in ("system", "user", "assistant", "tool"):
-                raise ValueError(f"unknown role {message['role']!r}")
-            role = "user" if message["role"] == "tool" else message["role"]
+            role, content = self._turn(message)
             calls = "".join(f"<tool_call>{json.dumps(call['function'])}</tool_call>" for call in message.get("tool_calls") or ())
-            text += f"<|{role}|>{message['content']}{calls}<eos>"
+            text += f"<|{role}|>{content}{calls}<eos>"
         return text + ("<|assistant|>" if add_generation_prompt else "")
+
+    def _turn(self, message: Mapping[str, Any]) -> tuple[str, Any]:
+        """The role and the text of a message as they are written."""
+        role = message["role"]
+        if role not in ("system", "user", "assistant", "tool"):
+            raise ValueError(f"unknown role {role!r}")
+        return "user" if role == "tool" else role, message["content"]
 
 
 def default_next_token(token_ids: Sequence[int], num_prompt_tokens: int, sampling_params: SamplingParams) -> int:
