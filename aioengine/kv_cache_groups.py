@@ -1,0 +1,42 @@
+"""KV-cache groups: layers that share a block table, over one pool of blocks that fit any of them.
+
+Layers that see everything and layers with a window need different blocks of a request: the first all of them, the others the
+last few. So each kind has tables of its own. All groups have the same number of layers, hence every block the same number of
+bytes, and one pool serves all: a block belongs to whichever group it was handed out for. (vLLM's hybrid KV cache manager
+groups layers in the same way.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheGroup:
+    """The layers of one block table, by number, in the order in which they lie in each block."""
+
+    layers: tuple[int, ...]
+    sliding_window: int | None = None  # a query sees the last `sliding_window` positions, its own included; None: all
+
+
+def group_layers(windows: Sequence[int | None]) -> tuple[KVCacheGroup, ...]:
+    """Groups for layers with these windows; those that see everything come first, then by window.
+
+    Every group has as many layers as the rarest kind, so that few places of a block stay empty; the last group of a kind may
+    have fewer. With 15 windowed layers and 3 full ones: one full group and five windowed ones, of 3 layers each.
+    """
+    kinds: dict[int | None, list[int]] = {}
+    for layer, window in enumerate(windows):
+        kinds.setdefault(window, []).append(layer)
+    size = min(len(layers) for layers in kinds.values())
+    return tuple(
+        KVCacheGroup(tuple(layers[first : first + size]), window)
+        for window, layers in sorted(kinds.items(), key=lambda kind: kind[0] or 0)
+        for first in range(0, len(layers), size)
+    )
+
+
+def num_layer_caches(groups: Sequence[KVCacheGroup]) -> int:
+    """How many layers' worth of memory one block takes: the i-th layers of all groups share one cache."""
+    return max(len(group.layers) for group in groups)

@@ -1,0 +1,31 @@
+"""How layers fall into groups of equal size."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioengine.kv_cache_groups import KVCacheGroup, group_layers, num_layer_caches
+
+
+def test_layers_that_are_alike_are_one_group() -> None:
+    assert group_layers([None] * 4) == (KVCacheGroup((0, 1, 2, 3)),)
+    assert group_layers([64] * 3) == (KVCacheGroup((0, 1, 2), 64),)
+
+
+def test_gemma_3_270m_has_one_full_group_and_five_windowed_ones_of_three_layers() -> None:
+    groups = group_layers([None if layer % 6 == 5 else 512 for layer in range(18)])
+    assert groups[0] == KVCacheGroup((5, 11, 17))
+    assert [len(group.layers) for group in groups] == [3] * 6
+    assert num_layer_caches(groups) == 3
+
+
+@given(st.lists(st.sampled_from([None, 16, 64, 512]), min_size=1, max_size=40))
+def test_each_layer_is_in_one_group_with_its_own_window(windows: list[int | None]) -> None:
+    groups = group_layers(windows)
+    assert sorted(layer for group in groups for layer in group.layers) == list(range(len(windows)))
+    assert all(windows[layer] == group.sliding_window for group in groups for layer in group.layers)
+    size = num_layer_caches(groups)
+    for window in set(windows):
+        sizes = [len(group.layers) for group in groups if group.sliding_window == window]
+        assert sizes[:-1] == [size] * (len(sizes) - 1), "only the last group of a kind may have fewer layers"
