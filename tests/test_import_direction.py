@@ -34,6 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "worker": MODEL_SIDE | {"checkpoint", "models", "executor.base"},
     "executor": MODEL_SIDE | {"checkpoint", "models", "worker", "executor.base"},
     "structured_output": BASE,
+    "kv_connector": BASE,
     "engine": MODEL_SIDE | {"checkpoint", "models", "worker", "executor", "executor.base", "structured_output", "events", "package"},
     "replay": MODEL_SIDE | {"checkpoint", "models", "executor", "executor.base", "structured_output", "engine", "events"},
     "server": BASE | {"core", "events", "kernels", "checkpoint", "models", "engine", "testing", "package"},
