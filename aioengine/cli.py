@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from aioengine import __version__
 from aioengine.commands import options
 from aioengine.commands.bench import add_bench
+from aioengine.commands.cache_options import add_cache
 from aioengine.commands.replay_options import add_replay
 from aioengine.commands.structured_output_options import add_structured_output_options
 from aioengine.commands.top_arguments import add_top
@@ -63,7 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="aioengine", description=_DESCRIPTION, epilog=_EPILOG, usage="aioengine [--version] COMMAND ...")
     parser.add_argument("--version", action="version", version=f"aioengine {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", prog="aioengine")
-    for add in (_add_generate, _add_chat, _add_serve, _add_demo, add_top, add_replay, add_bench, _add_pull, _add_doctor):
+    for add in (_add_generate, _add_chat, _add_serve, _add_demo, add_top, add_replay, add_bench, add_cache, _add_pull, _add_doctor):
         add(commands)
     return parser
 

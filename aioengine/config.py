@@ -33,6 +33,7 @@ _DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 # A chunk of this size keeps one step of a 135M model under a second on two cores, so that others keep streaming.
 _DEFAULT_MAX_NUM_BATCHED_TOKENS_CPU = 512
 _DEFAULT_CPU_KV_CACHE_BYTES = 1 << 30
+_DEFAULT_KV_CACHE_DIR_BYTES = 10 << 30
 GIB = 1 << 30
 
 
@@ -101,6 +102,8 @@ class CacheConfig:
     kv_cache_memory_bytes: int = _DEFAULT_CPU_KV_CACHE_BYTES
     gpu_memory_utilization: float = 0.9
     zero_new_blocks: bool = False
+    kv_cache_dir: str | None = None  # where blocks are kept that leave the cache; None: nowhere
+    kv_cache_dir_bytes: int = _DEFAULT_KV_CACHE_DIR_BYTES
     kv_cache_groups: tuple[KVCacheGroup, ...] = (KVCacheGroup((0,)),)  # what each entry of a request's `block_ids` is for
 
 
@@ -244,6 +247,16 @@ class EngineConfig:
     )
     enable_prefix_caching: bool = setting(True, "reuse the KV cache of equal prompt beginnings", unset="yes")
     prefix_caching_seed: str | None = setting(None, "fixes the block hashes", unset="random, other ones in each process", may_be_empty=True)
+    kv_cache_dir: str | None = setting(
+        None,
+        "folder that keeps KV-cache blocks on disk, for this engine when it starts again and for others of the same model",
+        unset="none",
+        more="What leaves the KV cache is written there, and what it holds at shutdown; a prompt whose beginning is there is loaded "
+        "instead of computed. It tells what was asked: it is made for its owner alone.",
+    )
+    kv_cache_dir_bytes: int = setting(
+        _DEFAULT_KV_CACHE_DIR_BYTES, "most bytes that kv_cache_dir takes: the longest unused blocks go first", least=1 << 20, most=INT64_MAX
+    )
     zero_new_blocks: bool = setting(
         False,
         "clear KV-cache blocks before use",
@@ -336,6 +349,8 @@ class EngineConfig:
                 kv_cache_memory_bytes=self.kv_cache_memory_bytes or default_kv_cache_bytes(free_memory_bytes),
                 gpu_memory_utilization=self.gpu_memory_utilization,
                 zero_new_blocks=self.zero_new_blocks,
+                kv_cache_dir=self._check_kv_cache_dir(model),
+                kv_cache_dir_bytes=self.kv_cache_dir_bytes,
                 kv_cache_groups=group_layers(model.windows),
             ),
             worker=self._resolve_worker(model, device, device_index=int(index) if index else None),
@@ -347,6 +362,17 @@ class EngineConfig:
             seed=self.seed,
             check_invariants=_checks_by_environment() if self.check_invariants is None else self.check_invariants,
         )
+
+    def _check_kv_cache_dir(self, model: ModelInfo) -> str | None:
+        if self.kv_cache_dir is None:
+            return None
+        if not self.enable_prefix_caching:
+            raise ConfigError(f"kv_cache_dir ({self.kv_cache_dir}) keeps cached prefixes, which enable_prefix_caching=False forbids")
+        if any(window is not None for window in model.windows):
+            raise ConfigError(
+                f"kv_cache_dir ({self.kv_cache_dir}) is for models whose layers see everything: {model.name} has layers with a sliding window"
+            )
+        return self.kv_cache_dir
 
     def _resolve_worker(self, model: ModelInfo, device: DeviceType, *, device_index: int | None) -> WorkerConfig:
         dtype = self._resolve_dtype(model, device)

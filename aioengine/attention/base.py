@@ -127,6 +127,10 @@ class AttentionBackend(ABC):
     ) -> None:
         """Launch what the steps of a warm-up do not reach and serving may, over the blocks of the table's first row."""
 
+    def by_block(self, kv_cache: torch.Tensor) -> torch.Tensor:
+        """One layer's cache as [num_blocks, ...], sharing its memory."""
+        return kv_cache
+
     @abstractmethod
     def zero_blocks(self, kv_cache: torch.Tensor, block_ids: list[int]) -> None:
         """Clear blocks of one layer's cache."""

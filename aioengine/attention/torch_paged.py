@@ -176,6 +176,9 @@ class TorchPagedBackend(AttentionBackend):
         )
         return attended[0].transpose(0, 1)
 
+    def by_block(self, kv_cache: torch.Tensor) -> torch.Tensor:
+        return kv_cache.transpose(0, 1)
+
     def zero_blocks(self, kv_cache: torch.Tensor, block_ids: list[int]) -> None:
         kv_cache[:, torch.tensor(block_ids, dtype=torch.int64, device=kv_cache.device)] = 0
 

@@ -85,7 +85,7 @@ def add_engine_options(parser: argparse.ArgumentParser, *, seed_option: str = "-
 
 def _kind(item: Setting) -> tuple[str, dict[str, Any]]:
     """What the help says of the form, and the argparse keywords, for a setting of this type."""
-    if item.name == "kv_cache_memory_bytes":
+    if item.name.endswith("_bytes"):
         return "; takes 512MiB, 2GiB", {"type": parse_size, "metavar": "SIZE"}
     if item.name == "logits_processors":
         return "; may be repeated", {"action": "append", "metavar": "MODULE:NAME"}
@@ -101,7 +101,7 @@ def _plain_kind(item: Setting) -> dict[str, Any]:
         return {"type": float, "metavar": "X"}
     if int in item.kinds:
         return {"type": parse_auto if "auto" in item.choices else int, "metavar": "N"}
-    return {"metavar": "NAME"}
+    return {"metavar": "DIR" if item.name.endswith("_dir") else "NAME"}
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
