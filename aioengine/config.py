@@ -104,6 +104,7 @@ class CacheConfig:
     zero_new_blocks: bool = False
     kv_cache_dir: str | None = None  # where blocks are kept that leave the cache; None: nowhere
     kv_cache_dir_bytes: int = _DEFAULT_KV_CACHE_DIR_BYTES
+    has_kv_connector: bool = False  # blocks that leave the cache are told of, and may be loaded again
     kv_cache_groups: tuple[KVCacheGroup, ...] = (KVCacheGroup((0,)),)  # what each entry of a request's `block_ids` is for
 
 
@@ -351,6 +352,7 @@ class EngineConfig:
                 zero_new_blocks=self.zero_new_blocks,
                 kv_cache_dir=self._check_kv_cache_dir(model),
                 kv_cache_dir_bytes=self.kv_cache_dir_bytes,
+                has_kv_connector=self.kv_cache_dir is not None,
                 kv_cache_groups=group_layers(model.windows),
             ),
             worker=self._resolve_worker(model, device, device_index=int(index) if index else None),

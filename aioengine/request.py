@@ -13,13 +13,14 @@ class RequestStatus(enum.IntEnum):
     """Ordered on purpose: everything above PREEMPTED is finished."""
 
     WAITING = 0
-    RUNNING = 1
-    PREEMPTED = 2
-    FINISHED_STOPPED = 3
-    FINISHED_LENGTH_CAPPED = 4
-    FINISHED_ABORTED = 5
-    FINISHED_ERROR = 6
-    FINISHED_REPETITION = 7
+    WAITING_FOR_REMOTE_KVS = 1  # its first blocks are being loaded from a KV connector
+    RUNNING = 2
+    PREEMPTED = 3
+    FINISHED_STOPPED = 4
+    FINISHED_LENGTH_CAPPED = 5
+    FINISHED_ABORTED = 6
+    FINISHED_ERROR = 7
+    FINISHED_REPETITION = 8
 
     @property
     def is_finished(self) -> bool:
@@ -72,6 +73,7 @@ class Request:
         "num_cached_blocks",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_external_blocks",
         "num_output_placeholders",
         "num_preemptions",
         "num_prompt_tokens",
@@ -96,6 +98,7 @@ class Request:
         priority: int = 0,
         cache_salt: str | None = None,
         block_hashes: Sequence[bytes] = (),  # of the prompt's first blocks, where they are known already
+        num_external_blocks: int = 0,  # so many first blocks of the prompt a KV connector has
     ) -> None:
         assert sampling_params.max_tokens is not None, "the input processor resolves max_tokens"
         self.request_id = request_id
@@ -112,6 +115,7 @@ class Request:
         self.num_computed_tokens = 0
         self.num_output_placeholders = 0
         self.spec_token_ids: list[int] = []  # replaced, never changed: the step's output holds the same list
+        self.num_external_blocks = num_external_blocks  # 0 from when they have been loaded, or could not be
         self.num_cached_tokens = -1  # prompt tokens that the prefix cache served; -1 until first scheduled
         self.num_preemptions = 0
         self.recompute_until = 0  # positions below this were computed before a preemption; never falls

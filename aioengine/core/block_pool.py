@@ -68,7 +68,8 @@ class FreeBlockQueue:
 class BlockPool:
     """All blocks of the KV cache. `num_blocks` includes the null block, which is never handed out."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, *, keeps_leaving: bool = False) -> None:
+        """keeps_leaving: note which content is lost to new owners, for `take_leaving`."""
         assert num_blocks >= 2, f"a pool needs the null block and one more, got {num_blocks}"
         self.num_blocks = num_blocks
         self.ref_cnt: list[int] = [0] * num_blocks
@@ -81,6 +82,8 @@ class BlockPool:
         # Owned blocks whose content another block is found for; each takes its place when that one is allocated anew.
         self._twins: dict[BlockHash, list[int]] = {}
         self._twin_hash: dict[int, BlockHash] = {}
+        self._keeps_leaving = keeps_leaving
+        self._leaving: list[tuple[int, BlockHash]] = []
         self._allocated: list[int] = []
         self._freed: list[int] = []
         self._freed_after: list[int] = []  # of each of _freed: how many of _allocated came before
@@ -112,6 +115,8 @@ class BlockPool:
                 parent_hash = self.parent_hash[block_id]
                 self._forget(block_id)
                 self._promote_twin(block_hash, parent_hash)
+                if self._keeps_leaving and block_hash not in self._cached:
+                    self._leaving.append((block_id, block_hash))
         self._allocated += block_ids
         return block_ids
 
@@ -173,6 +178,15 @@ class BlockPool:
 
     def find(self, block_hash: BlockHash) -> int | None:
         return self._cached.get(block_hash)
+
+    def take_leaving(self) -> list[tuple[int, BlockHash]]:
+        """Blocks that were allocated anew since the last call, and the content that they still have until somebody writes to them."""
+        leaving, self._leaving = self._leaving, []
+        return leaving
+
+    def cached_blocks(self) -> list[tuple[int, BlockHash]]:
+        """All blocks whose content is found, in the order in which it became so."""
+        return [(block_id, block_hash) for block_hash, block_id in self._cached.items()]
 
     def cached_block_ids(self) -> list[int]:
         return sorted(self._cached.values())

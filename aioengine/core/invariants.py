@@ -28,6 +28,7 @@ class Books(Protocol):
     requests: dict[str, Request]
     running: list[Request]
     waiting: RequestQueue
+    loading: dict[str, Request]
     _finished_req_ids: set[str]
     _lingering_req_ids: set[str]
 
@@ -74,8 +75,9 @@ def _check_requests(scheduler: Books) -> None:
         assert request.num_computed_tokens <= len(request.block_ids[0]) * block_size, f"computed tokens without a slot: {request}"
         assert request.num_tokens <= scheduler.config.max_model_len, f"longer than max_model_len: {request}"
         assert request.num_output_tokens < request.max_tokens, f"ran past max_tokens: {request}"
-        if request.status != RequestStatus.RUNNING:
+        if request.status not in (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS):
             assert not request.block_ids[0], f"waiting with blocks: {request}"
+        if request.status != RequestStatus.RUNNING:
             assert request.num_computed_tokens == 0, f"waiting with computed tokens: {request}"
             assert not request.spec_token_ids, f"waiting with draft tokens: {request}"
     if scheduler.proposer is not None:
@@ -84,10 +86,12 @@ def _check_requests(scheduler: Books) -> None:
 
 def _check_queues(scheduler: Books) -> None:
     running, waiting = scheduler.running, list(scheduler.waiting)
-    listed = Counter(request.request_id for request in running + waiting)
+    loading = list(scheduler.loading.values())
+    listed = Counter(request.request_id for request in running + waiting + loading)
     assert listed == Counter(scheduler.requests.keys()), "every live request is in exactly one queue"
     assert all(request.status == RequestStatus.RUNNING for request in running), "only running requests are in running"
-    assert all(request.status != RequestStatus.RUNNING for request in waiting), "no running request waits"
+    assert all(request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED) for request in waiting), "whoever is queued waits"
+    assert all(request.status == RequestStatus.WAITING_FOR_REMOTE_KVS for request in loading), "whoever loads waits for it"
     assert len(running) <= scheduler.config.max_num_seqs, f"{len(running)} running, max_num_seqs {scheduler.config.max_num_seqs}"
     for queue in (running, waiting):
         keys = [scheduling_key(scheduler.config.policy, request) for request in queue]
@@ -133,6 +137,8 @@ def _check_hashes(scheduler: Books) -> None:
         (table,) = request.block_ids
         assert request.num_cached_blocks <= len(table), f"more cached blocks than blocks: {request}"
         num_certain = min(request.num_computed_tokens, request.num_tokens)
+        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+            num_certain = (len(table) - 1) * kv.block_size  # at least one of its blocks is being loaded
         assert request.num_cached_blocks * kv.block_size <= num_certain, f"a block with draft tokens in it is cached: {request}"
         for index in range(request.num_cached_blocks):
             held = pool.block_hash[table[index]] or pool._twin_hash.get(table[index])

@@ -20,7 +20,7 @@ class KVCacheManager:
     def __init__(self, cache: CacheConfig, *, num_kv_cache_blocks: int) -> None:
         self.block_size = cache.block_size
         self.enable_prefix_caching = cache.enable_prefix_caching
-        self.block_pool = BlockPool(num_kv_cache_blocks)
+        self.block_pool = BlockPool(num_kv_cache_blocks, keeps_leaving=cache.has_kv_connector)
         self.prefix_cache_stats = PrefixCacheStats()
         self._root_hash = root_hash(cache.prefix_caching_seed)
         self._zero_new_blocks = cache.zero_new_blocks
@@ -86,6 +86,34 @@ class KVCacheManager:
             # it in this step, after the writes of every layer, or in a later one.
             self.cache_blocks(request, num_tokens)
         return new_block_ids
+
+    def allocate_for_load(self, request: Request, computed_block_ids: Sequence[int]) -> list[int]:
+        """Blocks for what a KV connector has of a request without blocks, behind the cache hits that it takes over.
+
+        The pool must have them: see `num_blocks_to_take`.
+        """
+        (table,) = request.block_ids
+        self.block_pool.touch(computed_block_ids)
+        block_ids = self.block_pool.allocate(self.num_external_blocks(request) - len(computed_block_ids))
+        table += computed_block_ids
+        table += block_ids
+        request.num_cached_blocks = len(computed_block_ids)
+        return block_ids
+
+    def num_external_blocks(self, request: Request) -> int:
+        """The blocks that a KV connector has of a request, from its first one on; never all: a token is left to compute."""
+        if not request.num_external_blocks or not self._may_look_up(request):
+            return 0
+        return min(request.num_external_blocks, (request.num_tokens - 1) // self.block_size)
+
+    def settle_load(self, request: Request, *, num_loaded: int) -> None:
+        """So many of the blocks of `allocate_for_load` have got their content: let it be found, and let go of all of them.
+
+        The request finds them when it is admitted, like anybody's.
+        """
+        if num_loaded:
+            self.cache_blocks(request, (request.num_cached_blocks + num_loaded) * self.block_size)
+        self.free(request)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Let later requests find the blocks that are full of known, computed tokens."""

@@ -14,7 +14,7 @@ from aioengine.core.kv_cache_manager import KVCacheManager
 from aioengine.core.ngram_proposer import NgramProposer
 from aioengine.core.priority_preemption import Claim, num_to_preempt
 from aioengine.core.request_queue import RequestQueue, SchedulingKey, scheduling_key
-from aioengine.core.scheduler_output import AdmissionStop, CachedRequestData, NewRequestData
+from aioengine.core.scheduler_output import AdmissionStop, CachedRequestData, KVLoad, NewRequestData
 from aioengine.request import Request, RequestStatus
 
 
@@ -33,12 +33,14 @@ class SchedulePass:
         waiting: RequestQueue,
         kv_cache_manager: KVCacheManager,
         proposer: NgramProposer | None = None,
+        num_loading: int = 0,  # requests that wait for blocks to be loaded: they will run
     ) -> None:
         self.config = config
         self.proposer = proposer
         self.running = running
         self.waiting = waiting
         self.kv_cache_manager = kv_cache_manager
+        self._num_loading = num_loading
 
         # It keeps one request from taking what others could have; whoever is alone takes nothing from anybody.
         has_others = len(running) + len(waiting) > 1
@@ -51,6 +53,8 @@ class SchedulePass:
         self.running_new_block_ids: list[list[int]] = []  # one list for each of running_reqs
         self.new_reqs: list[Request] = []
         self.resumed_reqs: list[Request] = []
+        self.loading_reqs: list[Request] = []  # waiting ones whose blocks begin to be loaded
+        self.loads: list[KVLoad] = []  # one for each of them
         self.preempted_reqs: list[Request] = []
         self.num_priority_preempted_reqs = 0  # of these, the first ones: preempted for a waiting request
         self.admission_stop: AdmissionStop = "queue_empty"
@@ -202,7 +206,7 @@ class SchedulePass:
 
     def _find_stop(self, request: Request) -> AdmissionStop | None:
         """Why this waiting request cannot be admitted, whatever it needs; None: it depends on what it needs."""
-        if len(self.running) >= self.config.max_num_seqs:
+        if len(self.running) + self._num_loading + len(self.loading_reqs) >= self.config.max_num_seqs:
             return "max_num_seqs"
         if self.token_budget == 0:
             return "budget"
@@ -226,6 +230,9 @@ class SchedulePass:
         if num_blocks > kv.block_pool.num_free_blocks:
             self.num_blocks_needed = num_blocks
             return "no_blocks"
+        if kv.num_external_blocks(request) > len(computed_block_ids):
+            self._start_load(request, computed_block_ids)
+            return None
         new_block_ids = kv.allocate_slots(request, num_new_tokens, computed_block_ids=computed_block_ids)
         assert new_block_ids is not None, "it was counted that the blocks are there"
         kv.record_prefix_cache_lookup(request, num_hits=num_computed_tokens)
@@ -239,6 +246,13 @@ class SchedulePass:
             request.num_cached_tokens = num_computed_tokens
         self._give(request, num_new_tokens)
         return None
+
+    def _start_load(self, request: Request, computed_block_ids: list[int]) -> None:
+        """Let a request wait for its blocks where it holds nobody up. It comes back to the queue, in its place, when they are there."""
+        self.loads.append(KVLoad(request.request_id, self.kv_cache_manager.allocate_for_load(request, computed_block_ids)))
+        self.waiting.pop()
+        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+        self.loading_reqs.append(request)
 
     def _key(self, request: Request) -> SchedulingKey:
         return scheduling_key(self.config.policy, request)

@@ -11,12 +11,13 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from aioengine.config import CacheConfig, SchedulerConfig
+from aioengine.core.block_hash import BlockHash
 from aioengine.core.invariants import check_scheduler
 from aioengine.core.kv_cache_manager import KVCacheManager
 from aioengine.core.ngram_proposer import NgramProposer
 from aioengine.core.request_queue import RequestQueue
 from aioengine.core.schedule_pass import SchedulePass
-from aioengine.core.scheduler_output import AdmissionStop, BlockChanges, SchedulerOutput, SchedulerStats
+from aioengine.core.scheduler_output import AdmissionStop, BlockChanges, KVConnectorMetadata, SchedulerOutput, SchedulerStats
 from aioengine.core.scheduler_totals import SchedulerTotals
 from aioengine.core.stop import check_stop, may_stop, set_end_conditions
 from aioengine.errors import InvalidRequestError
@@ -57,6 +58,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.waiting = RequestQueue(config.policy)
         self.running: list[Request] = []  # sorted by scheduling key
+        self.loading: dict[str, Request] = {}  # hold blocks that a KV connector is filling
         self.totals = SchedulerTotals()
 
         self.proposer: NgramProposer | None = None
@@ -76,6 +78,7 @@ class Scheduler:
         self._admission_stop: AdmissionStop = "queue_empty"
         self._stopped_req_id: str | None = None
         self._num_blocks_needed = 0
+        self._leaving: list[tuple[int, BlockHash]] = []  # what the last step's saves hold
 
     # ------------------------------------------------------------------ requests in and out
     def add_request(self, request: Request) -> None:
@@ -141,6 +144,8 @@ class Scheduler:
     def _end(self, request: Request, status: RequestStatus) -> None:
         if request.status == RequestStatus.RUNNING:
             self.running.remove(request)
+        elif request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+            del self.loading[request.request_id]
         else:
             self.waiting.remove(request)
         request.status = status
@@ -174,7 +179,7 @@ class Scheduler:
         plan.schedule_waiting()
         self._note_stop(plan)
         self._note_preempted(plan)
-        if not plan.num_scheduled_tokens and not self._preempted_req_ids and not self._finished_req_ids:
+        if not (plan.num_scheduled_tokens or self._preempted_req_ids or self._finished_req_ids or plan.loads):
             self._check()
             return None
 
@@ -190,6 +195,7 @@ class Scheduler:
             new_block_ids_to_zero=self.kv_cache_manager.take_block_ids_to_zero(),
             scheduled_spec_decode_tokens=plan.spec_token_ids,
             structured_output_request_ids=plan.structured_output_request_ids() if self._structured_output_req_ids else frozenset(),
+            kv_connector_metadata=self._take_transfers(plan),
         )
         self._update_after_schedule(plan)
         self._check(output)
@@ -202,12 +208,46 @@ class Scheduler:
             waiting=self.waiting,
             kv_cache_manager=self.kv_cache_manager,
             proposer=self.proposer,
+            num_loading=len(self.loading),
         )
 
     def _note_stop(self, plan: SchedulePass) -> None:
         self._admission_stop = plan.admission_stop
         self._stopped_req_id = plan.stopped_req.request_id if plan.stopped_req is not None else None
         self._num_blocks_needed = plan.num_blocks_needed
+
+    def _take_transfers(self, plan: SchedulePass) -> KVConnectorMetadata | None:
+        """What the step's new blocks mean to the KV connector."""
+        self._leaving = self.kv_cache_manager.block_pool.take_leaving()
+        for request in plan.loading_reqs:
+            self.loading[request.request_id] = request
+        if not self._leaving and not plan.loads:
+            return None
+        return KVConnectorMetadata(loads=plan.loads, saves=[block_id for block_id, _ in self._leaving])
+
+    def take_leaving_hashes(self) -> list[BlockHash]:
+        """The content of the last step's `kv_connector_metadata.saves`, in their order."""
+        leaving, self._leaving = self._leaving, []
+        return [block_hash for _, block_hash in leaving]
+
+    def finish_load(self, request_id: str, num_blocks: int) -> None:
+        """The first `num_blocks` blocks of a request's `KVLoad` hold what they should; 0: it could not be loaded.
+
+        The request goes back to the queue. Does nothing if it has ended, or was reset, meanwhile.
+        """
+        request = self.loading.pop(request_id, None)
+        if request is None:
+            return
+        self.totals.num_external_queries += len(request.block_ids[0]) * self.kv_cache_manager.block_size
+        self.totals.num_external_hits += num_blocks * self.kv_cache_manager.block_size
+        self._stop_load(request, num_loaded=num_blocks)
+        self._check()
+
+    def _stop_load(self, request: Request, *, num_loaded: int = 0) -> None:
+        self.kv_cache_manager.settle_load(request, num_loaded=num_loaded)
+        request.num_external_blocks = 0
+        request.status = RequestStatus.WAITING
+        self.waiting.add(request)
 
     def _note_preempted(self, plan: SchedulePass) -> None:
         if plan.preempted_reqs:
@@ -327,7 +367,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Something waits, runs, or has ended without the worker knowing."""
-        return bool(self.waiting or self.running or self._finished_req_ids)
+        return bool(self.waiting or self.running or self.loading or self._finished_req_ids)
 
     @property
     def admission_stop(self) -> AdmissionStop:
@@ -360,7 +400,7 @@ class Scheduler:
     def make_stats(self) -> SchedulerStats:
         pool, prefix_cache, totals = self.kv_cache_manager.block_pool, self.kv_cache_manager.prefix_cache_stats, self.totals
         return SchedulerStats(
-            num_waiting_reqs=len(self.waiting),
+            num_waiting_reqs=len(self.waiting) + len(self.loading),
             num_running_reqs=len(self.running),
             num_preempted_reqs=self.waiting.num_preempted,
             num_total_blocks=pool.num_total_blocks,
@@ -385,6 +425,9 @@ class Scheduler:
             num_prompt_tokens_computed=totals.num_prompt_tokens_computed,
             num_recomputed_tokens=totals.num_recomputed_tokens,
             num_evicted_blocks=pool.num_evicted_blocks,
+            external_prefix_cache_queries=totals.num_external_queries,
+            external_prefix_cache_hits=totals.num_external_hits,
+            num_loading_reqs=len(self.loading),
         )
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
@@ -393,6 +436,10 @@ class Scheduler:
         reset_running_requests: preempt those that hold blocks; then it is never refused. They compute all their tokens
         anew. What steps in flight sample for them is kept: the tokens come out as they would have without this call.
         """
+        if reset_running_requests:
+            for request in self.loading.values():
+                self._stop_load(request)
+            self.loading.clear()
         if reset_running_requests and self.running:
             plan = self._start_pass()
             plan.preempt_all()

@@ -49,6 +49,22 @@ class CachedRequestData:
 
 
 @dataclass(frozen=True, slots=True)
+class KVLoad:
+    """Blocks that a KV connector fills before their request may run. They follow those that the cache had already."""
+
+    req_id: str
+    block_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class KVConnectorMetadata:
+    """What goes between the KV cache and its connector around a step."""
+
+    loads: list[KVLoad] = field(default_factory=list)  # begin now; none of their requests is in this step
+    saves: list[int] = field(default_factory=list)  # blocks that this step overwrites: their content is read before it runs
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     """One step: who runs, from which position, how many tokens, in which blocks, and who is gone."""
 
@@ -63,6 +79,8 @@ class SchedulerOutput:
     # Draft tokens that this step checks, by request: counted in num_scheduled_tokens, after the one known token.
     scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
     structured_output_request_ids: frozenset[str] = frozenset()  # those that sample in this step and need a mask for it
+
+    kv_connector_metadata: KVConnectorMetadata | None = None  # None: nothing is loaded or saved
 
     @property
     def is_cleanup_only(self) -> bool:
@@ -102,6 +120,10 @@ class SchedulerStats:
     num_prompt_tokens_computed: int | None = None  # for the first time: without what the prefix cache served
     num_recomputed_tokens: int | None = None  # prompt and output tokens that were computed again after a preemption
     num_evicted_blocks: int | None = None  # lost the content that they cached
+    # Totals in tokens, of prompts that the prefix cache did not hold: what was looked up in the KV connector, and what came from it.
+    external_prefix_cache_queries: int = 0
+    external_prefix_cache_hits: int = 0
+    num_loading_reqs: int = 0  # of the waiting ones, those whose blocks are being loaded
 
     @property
     def prefix_cache_hit_rate(self) -> float | None:

@@ -22,6 +22,8 @@ class SchedulerTotals:
         self.num_recomputed_tokens = 0  # prompt and output tokens, again after a preemption
         self.num_draft_tokens = 0  # draft tokens that were checked
         self.num_accepted_tokens = 0  # those of them that were right
+        self.num_external_queries = 0  # tokens that a KV connector was asked for
+        self.num_external_hits = 0  # and that came from it
         self._catching_up: dict[str, Request] = {}  # running ones whose next step computes prompt tokens, or lost ones
 
     def note_ended(self, request: Request) -> None:

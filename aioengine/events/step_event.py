@@ -18,10 +18,10 @@ SCHEMA_VERSION = 4
 queue, parent hashes, when masks were computed. 4: all that a recording needs to be run again: the calls of the scheduler in their
 order, sampled tokens, prompts or else block hashes, what the engine ran on. Older lines lack fields that have a default."""
 
-SchedulerCall = Literal["add", "finish", "reset", "reset_running", "schedule", "update", "ended"]
+SchedulerCall = Literal["add", "finish", "reset", "reset_running", "schedule", "update", "ended", "loaded"]
 """A call of the scheduler: `add_request()` with the next of an event's `added`; `finish_requests()` with the next of its
 `finished`, or "ended" where the scheduler ended that one itself in the update before; `reset_prefix_cache()`, "reset_running" with
-`reset_running_requests=True`; `schedule()` and `update_from_output()`, of which each event has one.
+`reset_running_requests=True`; "loaded", `finish_load()` with the next of its `loaded`; `schedule()` and `update_from_output()`, of which each event has one.
 """
 
 
@@ -38,6 +38,7 @@ class RequestInfo:
     prompt_token_ids: list[int] | None = None
     cache_salt: str | None = None
     sampling_params: SamplingParams | None = None  # None: a recording of before schema 4
+    num_external_blocks: int = 0  # so many first blocks of the prompt the KV connector has
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,14 @@ class FinishedInfo:
     finish_reason: FinishReason
     num_output_tokens: int
     stop_reason: int | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedInfo:
+    """What became of a `KVLoad`: so many of its blocks, from the first on, got their content."""
+
+    request_id: str
+    num_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +81,7 @@ class StepEvent:
     calls: list[SchedulerCall] = field(default_factory=list)  # since the previous event, in order; the last one is "schedule"
     # Shortened hashes of the full blocks that requests have come to since the previous event: what the prefix cache goes by.
     block_hashes: dict[str, list[str]] = field(default_factory=dict)
+    loaded: list[LoadedInfo] = field(default_factory=list)  # since the previous event
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +114,7 @@ class StepResultEvent:
     sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)  # the worker's; only where text is published
     num_dropped_tokens: dict[str, int] = field(default_factory=dict)  # sampled behind the token that ended the request
     logprob_digests: dict[str, str] = field(default_factory=dict)  # of the worker's log-probabilities; only where text is published
+    loaded: list[LoadedInfo] = field(default_factory=list)  # as in a StepEvent
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,7 +136,7 @@ class FrameReplay:
     # ------------------------------------------------------------------ the calls
     def _calls(self, event: StepEvent | StepResultEvent) -> Iterator[SchedulerCall]:
         """Repeat what came in between; the event's own call is left to the caller, in its place."""
-        added, finished = iter(event.added), iter(event.finished)
+        added, finished, loaded = iter(event.added), iter(event.finished), iter(event.loaded)
         for call in event.calls:
             match call:
                 case "add":
@@ -145,6 +145,9 @@ class FrameReplay:
                     self._finish(next(finished))
                 case "ended":
                     self._check_ended(next(finished))
+                case "loaded":
+                    info = next(loaded)
+                    self.scheduler.finish_load(info.request_id, info.num_blocks)
                 case "reset" | "reset_running":
                     self.scheduler.reset_prefix_cache(reset_running_requests=call == "reset_running")
                 case _:
@@ -163,6 +166,7 @@ class FrameReplay:
             priority=info.priority,
             cache_salt=info.cache_salt,
             block_hashes=() if self._has_text else _read_hashes(event.block_hashes.get(info.request_id, ())),
+            num_external_blocks=info.num_external_blocks,
         )
         try:
             self.scheduler.add_request(request)

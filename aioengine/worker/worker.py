@@ -14,6 +14,7 @@ from aioengine.errors import ConfigError
 from aioengine.outputs import ModelRunnerOutput
 from aioengine.printable import get_logger
 from aioengine.worker.device import create_device, limit_torch_threads
+from aioengine.worker.kv_blocks import block_bytes, read_blocks, write_blocks
 from aioengine.worker.model_runner import ModelRunner
 from aioengine.worker.pipeline.async_output import AsyncOutput
 from aioengine.worker.sample.logits_processor import find_logits_processors
@@ -132,6 +133,21 @@ class Worker:
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> ModelRunnerOutput | AsyncOutput[Any]:
         """Sample for the oldest executed step that has not been sampled. See `ModelRunner.sample_tokens`."""
         return self.runner.sample_tokens(grammar_output)
+
+    def kv_block_layout(self) -> tuple[str, int]:
+        """What the bytes of `read_kv_blocks` depend on, for people and for comparison, and how many a block has."""
+        blocks = self.runner.kv_blocks
+        shapes = ",".join("x".join(map(str, cache.shape[1:])) for cache in blocks[:1])
+        return f"{self._backend.name}:{len(blocks)}*{shapes}:{blocks[0].dtype}", block_bytes(blocks)
+
+    def read_kv_blocks(self, block_ids: list[int]) -> memoryview:
+        """The content of blocks, one behind the other, all layers of each."""
+        return memoryview(read_blocks(self.runner.kv_blocks, block_ids).numpy()).cast("B")
+
+    def write_kv_blocks(self, block_ids: list[int], contents: list[bytes]) -> None:
+        """Give blocks the content that `read_kv_blocks` read. Raises ValueError for another number of bytes."""
+        content = torch.frombuffer(bytearray().join(contents), dtype=torch.uint8)
+        write_blocks(self.runner.kv_blocks, block_ids, content.view(len(block_ids), -1))
 
     def _run_largest_step(self) -> None:
         from aioengine.worker.largest_step import run_largest_step

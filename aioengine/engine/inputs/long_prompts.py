@@ -42,11 +42,16 @@ async def find_outside_vocabulary(token_ids: Sequence[int], vocab_size: int) -> 
     return None
 
 
-async def hash_long_prompt(kv_cache_manager: KVCacheManager, token_ids: list[int], *, cache_salt: str | None) -> list[bytes]:
-    """The hashes of a prompt's full blocks; none if they are so few that the scheduler may as well do it itself."""
+async def hash_long_prompt(
+    kv_cache_manager: KVCacheManager, token_ids: list[int], *, cache_salt: str | None, at_any_length: bool = False
+) -> list[bytes]:
+    """The hashes of a prompt's full blocks; none if they are so few that the scheduler may as well do it itself.
+
+    at_any_length: they are needed before the scheduler has the prompt.
+    """
     hashes: list[bytes] = []
     num_blocks = len(token_ids) // kv_cache_manager.block_size
-    if not kv_cache_manager.enable_prefix_caching or num_blocks <= _BLOCKS_PER_SLICE:
+    if not kv_cache_manager.enable_prefix_caching or (num_blocks <= _BLOCKS_PER_SLICE and not at_any_length):
         return hashes
     async for start in _starts(num_blocks, _BLOCKS_PER_SLICE):
         kv_cache_manager.extend_hashes(hashes, token_ids, min(start + _BLOCKS_PER_SLICE, num_blocks), cache_salt=cache_salt)

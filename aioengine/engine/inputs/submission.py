@@ -64,6 +64,7 @@ class Submitter:
                 priority=priority,
                 cache_salt=cache_salt,
                 block_hashes=processed.block_hashes,
+                num_external_blocks=processed.num_external_blocks,
             )
             for index, scheduled_id in enumerate(self._new_scheduled_ids(user_id, len(params)))
         ]

@@ -13,7 +13,7 @@ from aioengine.engine.loop.engine_snapshot import TextSource, TokenTimes, build_
 from aioengine.engine.loop.failure_report import describe_event, describe_output
 from aioengine.engine.loop.step_sampler import MaskTiming
 from aioengine.events.bus import StepBus
-from aioengine.events.step_event import EngineSnapshot, Event, FinishedInfo, RequestInfo, SchedulerCall, StepEvent, StepResultEvent
+from aioengine.events.step_event import EngineSnapshot, Event, FinishedInfo, LoadedInfo, RequestInfo, SchedulerCall, StepEvent, StepResultEvent
 from aioengine.outputs import EngineCoreOutput, FinishReason, ModelRunnerOutput, TokenLogprobs
 from aioengine.printable import LogLines, get_logger, printable
 from aioengine.request import Request
@@ -43,6 +43,7 @@ class CoreEvents:
         self._requests: dict[str, Request] = {}  # the live ones; the scheduler forgets those that it ends itself
         self._added: list[RequestInfo] = []
         self._finished: list[FinishedInfo] = []
+        self._loaded: list[LoadedInfo] = []
         self._calls: list[SchedulerCall] = []  # of the scheduler, since the last event
         self._stats_before = scheduler.make_stats()  # as of the last result
         self._last_step: StepEvent | None = None
@@ -69,8 +70,14 @@ class CoreEvents:
                 prompt_token_ids=request.prompt_token_ids if publish_text else None,
                 cache_salt=request.cache_salt if publish_text else None,
                 sampling_params=request.sampling_params,
+                num_external_blocks=request.num_external_blocks,
             )
         )
+
+    def note_loaded(self, request_id: str, num_blocks: int) -> None:
+        """`finish_load()` is about to be called."""
+        self._calls.append("loaded")
+        self._loaded.append(LoadedInfo(request_id, num_blocks))
 
     def note_reset(self, *, reset_running_requests: bool) -> None:
         """`reset_prefix_cache()` was called."""
@@ -120,6 +127,7 @@ class CoreEvents:
                     num_blocks_needed=report.num_blocks_needed,
                     calls=self._calls,
                     block_hashes=report.block_hashes,
+                    loaded=self._loaded,
                 )
             )
         )
@@ -168,6 +176,7 @@ class CoreEvents:
                     sampled_token_ids=_sampled(result) if publish_text else {},
                     num_dropped_tokens=_num_dropped(outputs, result),
                     logprob_digests=digest_logprobs(result.logprobs) if publish_text and result.logprobs else {},
+                    loaded=self._loaded,
                 )
             )
         )
@@ -211,7 +220,7 @@ class CoreEvents:
     def _publish_news(self, make: Callable[[], Event]) -> None:
         """Publish an event that tells who came and who went."""
         if self._publish(make):
-            self._added, self._finished, self._calls = [], [], []
+            self._added, self._finished, self._loaded, self._calls = [], [], [], []
 
     def _publish(self, make: Callable[[], Event]) -> bool:
         """Publish what `make` builds. False if it raises: what observers see ends no step, and a snapshot will tell the rest."""

@@ -15,6 +15,7 @@ from aioengine.core.scheduler import Scheduler
 from aioengine.core.scheduler_output import SchedulerOutput, SchedulerStats
 from aioengine.engine.loop.core_events import CoreEvents, describe
 from aioengine.engine.loop.engine_snapshot import TextSource
+from aioengine.engine.loop.kv_transfers import KVTransfers
 from aioengine.engine.loop.request_times import RequestTimes
 from aioengine.engine.loop.step_gate import StepGate, StepWaiter
 from aioengine.engine.loop.step_in_flight import StepInFlight, StepWatchdog
@@ -23,6 +24,7 @@ from aioengine.errors import EngineDeadError
 from aioengine.events.bus import StepBus
 from aioengine.events.step_event import EngineSnapshot, SchedulerCall
 from aioengine.executor.base import Executor
+from aioengine.kv_connector.base import KVConnector
 from aioengine.outputs import EngineCoreOutput, FinishReason, ModelRunnerOutput
 from aioengine.printable import get_logger
 from aioengine.request import Request, RequestStatus
@@ -71,6 +73,7 @@ class EngineCore:
         text_source: TextSource | None = None,
         structured_output: StructuredOutputManager | None = None,
         times: RequestTimes | None = None,
+        kv_connector: KVConnector | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
@@ -81,6 +84,9 @@ class EngineCore:
         self._events = CoreEvents(scheduler, bus, text_source=text_source)
         self._structured_output = structured_output
         self._times = times if times is not None else RequestTimes()
+        self.kv_transfers: KVTransfers | None = None
+        if kv_connector is not None:
+            self.kv_transfers = KVTransfers(kv_connector, executor, scheduler=scheduler, on_loaded=self._finish_load)
         self._sampler = StepSampler(executor, scheduler, structured_output=structured_output)
 
         self._in_flight: deque[StepInFlight] = deque()
@@ -197,6 +203,13 @@ class EngineCore:
         self._wake_up.set()  # who was preempted waits again
         return is_reset
 
+    def _finish_load(self, request_id: str, num_blocks: int) -> None:
+        """Blocks of a waiting request were loaded: it can run now."""
+        if self._error is None and not self._stopped:
+            self._events.note_loaded(request_id, num_blocks)
+            self.scheduler.finish_load(request_id, num_blocks)
+            self._wake_up.set()
+
     # ------------------------------------------------------------------ pausing
     @property
     def is_paused(self) -> bool:
@@ -255,6 +268,9 @@ class EngineCore:
             if not self._in_flight:
                 if not self.scheduler.has_work or not self._gate.is_open:
                     return
+                if self.scheduler.loading:
+                    await self._wait()  # for blocks that come from the KV connector
+                    continue
                 raise AssertionError("requests wait, no step is in flight, and the scheduler has nothing to run")
             step = self._in_flight[0]
             if step.is_ready():
@@ -284,6 +300,8 @@ class EngineCore:
         if output is None:
             return False
         self._current = output
+        if self.kv_transfers is not None:
+            self.kv_transfers.before_step(output)
         execute = self.executor.execute_model(output)
         sample = self._sampler.submit(output)
         step = StepInFlight(output, execute=execute, sample=sample)
