@@ -371,9 +371,7 @@ class EngineConfig:
         if not self.enable_prefix_caching:
             raise ConfigError(f"kv_cache_dir ({self.kv_cache_dir}) keeps cached prefixes, which enable_prefix_caching=False forbids")
         if any(window is not None for window in model.windows):
-            raise ConfigError(
-                f"kv_cache_dir ({self.kv_cache_dir}) is for models whose layers see everything: {model.name} has layers with a sliding window"
-            )
+            raise ConfigError(f"kv_cache_dir ({self.kv_cache_dir}) is for models without sliding windows: {model.name} has layers with one")
         return self.kv_cache_dir
 
     def _resolve_worker(self, model: ModelInfo, device: DeviceType, *, device_index: int | None) -> WorkerConfig:

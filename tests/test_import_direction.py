@@ -35,13 +35,15 @@ ALLOWED: dict[str, set[str]] = {
     "executor": MODEL_SIDE | {"checkpoint", "models", "worker", "executor.base"},
     "structured_output": BASE,
     "kv_connector": BASE,
-    "engine": MODEL_SIDE | {"checkpoint", "models", "worker", "executor", "executor.base", "structured_output", "events", "package"},
+    "engine": MODEL_SIDE
+    | {"kv_connector", "checkpoint", "models", "worker", "executor", "executor.base", "structured_output", "events", "package"},
     "replay": MODEL_SIDE | {"checkpoint", "models", "executor", "executor.base", "structured_output", "engine", "events"},
     "server": BASE | {"core", "events", "kernels", "checkpoint", "models", "engine", "testing", "package"},
     "testing": MODEL_SIDE | {"checkpoint", "models", "worker", "executor", "executor.base", "events", "engine"},
     "package": BASE | {"core", "events", "engine"},  # aioengine/__init__.py: lazy, so the names are only for type checkers
     "commands": BASE
-    | {"core", "events", "kernels", "checkpoint", "models", "engine", "package", "server", "replay", "bench", "tui", "testing"},  # the tour
+    | {"core", "events", "kernels", "checkpoint", "models", "engine", "package", "server", "replay", "bench", "tui", "testing"}
+    | {"kv_connector"},  # the tour
     "cli": BASE | {"commands", "package"},
     "__main__": {"cli"},
     "tui": BASE | {"core", "events"},

@@ -21,6 +21,7 @@ from aioengine.engine.inputs.input_processor import Prompt, check_request_option
 from aioengine.engine.inputs.long_prompts import hash_long_prompt
 from aioengine.engine.inputs.submission import Submitter
 from aioengine.engine.life import EngineLife
+from aioengine.engine.loop.kv_transfers import KVTransfers
 from aioengine.engine.outputs.detokenizer import TextTokenizer
 from aioengine.engine.outputs.output_collector import OutputCollector
 from aioengine.engine.outputs.output_stream import OutputStream
@@ -32,6 +33,7 @@ from aioengine.events.bus import DEFAULT_MAXLEN, StepBus, Subscription
 from aioengine.events.step_event import EngineSnapshot
 from aioengine.events.wire import WireHeader
 from aioengine.executor.base import Executor
+from aioengine.kv_connector.base import KVConnectorStats
 from aioengine.outputs import RequestOutput
 from aioengine.sampling_params import SamplingParams
 
@@ -365,13 +367,37 @@ class AsyncEngine:
         self._life.check_nobody_else_runs("reset_prefix_cache()")
         return core.reset_prefix_cache()
 
+    async def save_prefix_cache(self) -> int:
+        """Write all cached prefixes to `kv_cache_dir` now, not only at shutdown; returns how many blocks that were.
+
+        Requests go on meanwhile. Raises AioEngineError if the engine is not started or has no `kv_cache_dir`, EngineDeadError if
+        it stopped.
+        """
+        return await self._kv_transfers("save_prefix_cache()").save_all()
+
+    def kv_connector_stats(self) -> KVConnectorStats:
+        """What `kv_cache_dir` holds for this engine, and what went there and came from there. Raises as `save_prefix_cache`."""
+        return self._kv_transfers("kv_connector_stats()").connector.stats()
+
+    def _kv_transfers(self, call: str) -> KVTransfers:
+        transfers = self._life.running(call).core.kv_transfers
+        if transfers is None:
+            raise AioEngineError(f"{call} needs an engine with kv_cache_dir")
+        return transfers
+
 
 async def _prepare(parts: EngineParts, prompt: Prompt, sampling_params: SamplingParams | None, cache_salt: str | None) -> ProcessedInput:
     """Everything that takes long with a long prompt, without holding the loop."""
     processed = await parts.input.process(prompt, sampling_params)
     kv_cache_manager = parts.core.scheduler.kv_cache_manager
-    block_hashes = await hash_long_prompt(kv_cache_manager, processed.prompt_token_ids, cache_salt=cache_salt)
-    return dataclasses.replace(processed, block_hashes=block_hashes) if block_hashes else processed
+    transfers = parts.core.kv_transfers
+    block_hashes = await hash_long_prompt(
+        kv_cache_manager, processed.prompt_token_ids, cache_salt=cache_salt, at_any_length=transfers is not None
+    )
+    if not block_hashes:
+        return processed
+    num_external_blocks = 0 if transfers is None else transfers.connector.num_found(block_hashes)
+    return dataclasses.replace(processed, block_hashes=block_hashes, num_external_blocks=num_external_blocks)
 
 
 def _check_admission(parts: EngineParts, requests: Sequence[ProcessedInput] = ()) -> None:

@@ -20,7 +20,7 @@ from aioengine.engine.parts import EngineParts
 from aioengine.engine.publish_options import PublishOptions
 from aioengine.engine.publishing import Publisher
 from aioengine.engine.run_facts import find_run_facts
-from aioengine.engine.startup import build_parts, find_setup, load_model, setup_for_executor
+from aioengine.engine.startup import build_parts, find_setup, load_model, open_kv_connector, setup_for_executor
 from aioengine.errors import AioEngineError, ConfigError, EngineDeadError, StepTimeoutError
 from aioengine.events.bus import StepBus
 from aioengine.events.sources.base import EngineControl
@@ -33,6 +33,7 @@ logger = get_logger(__name__)
 # given up already has had its time.
 _EXECUTOR_SHUTDOWN_S = 30.0
 _STUCK_EXECUTOR_SHUTDOWN_S = 0.5
+_SAVE_KV_CACHE_S = 60.0
 
 
 class EngineLife:
@@ -91,12 +92,17 @@ class EngineLife:
         else:
             setup = setup_for_executor(self.config, self.executor, tokenizer=self._tokenizer, model_info=self._model_info)
         setup, num_blocks = await load_model(setup)
-        facts = await find_run_facts(setup, with_digest=self.publisher.options.record is not None)
+        has_store = setup.config.cache.kv_cache_dir is not None
+        facts = await find_run_facts(setup, with_digest=has_store or self.publisher.options.record is not None)
         self.publisher.record(setup.model_info.name, setup.config, num_kv_cache_blocks=num_blocks, facts=dataclasses.asdict(facts))
         await asyncio.wrap_future(setup.executor.initialize_kv_cache(num_blocks))
-        publish_text = self.publisher.options.publish_text
         parts = self.parts = build_parts(
-            setup, num_kv_cache_blocks=num_blocks, bus=self.bus, publish_text=publish_text, on_failure=self._on_failure
+            setup,
+            num_kv_cache_blocks=num_blocks,
+            bus=self.bus,
+            publish_text=self.publisher.options.publish_text,
+            on_failure=self._on_failure,
+            kv_connector=await open_kv_connector(setup, facts),
         )
         parts.core.start()
         await self.publisher.serve(snapshot=parts.core.make_snapshot, control=control)
@@ -164,7 +170,14 @@ class EngineLife:
             await asyncio.wait([self._starting])
         if self.parts is not None:
             self.parts.output.fail_all(EngineDeadError("the engine was shut down"))
-        await _each(self._stop_structured_output, self._stop_core, self._wait_for_executor, self.publisher.close, self._close_bus)
+        await _each(
+            self._stop_structured_output,
+            self._stop_core,
+            self._keep_kv_cache,
+            self._wait_for_executor,
+            self.publisher.close,
+            self._close_bus,
+        )
 
     async def _stop_after_loop(self) -> None:
         """As `_stop`, in another event loop, after the engine's own one was closed."""
@@ -176,6 +189,19 @@ class EngineLife:
             await self.parts.core.stop()
         if self._draining is not None:
             await asyncio.wait([self._draining])
+
+    async def _keep_kv_cache(self) -> None:
+        """Save what the prefix cache holds, while the worker is still there, and close the store."""
+        transfers = None if self.parts is None else self.parts.core.kv_transfers
+        if transfers is None:
+            return
+        try:
+            if self.parts is not None and self.parts.core.error is None:
+                async with asyncio.timeout(_SAVE_KV_CACHE_S):
+                    await transfers.save_all()
+        except Exception as exc:
+            logger.warning("not all of the KV cache was saved: %s", exc or f"it took longer than {_SAVE_KV_CACHE_S:g} s")
+        await asyncio.to_thread(transfers.close)
 
     def _end_at_once(self) -> None:
         """Whatever can be ended without waiting: after the event loop was closed, or in it, when the engine was dropped."""

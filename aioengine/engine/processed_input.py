@@ -16,5 +16,7 @@ class ProcessedInput:
     sampling_params: SamplingParams  # max_tokens and seed are numbers, bad_words are in token ids too
     prompt: str | None  # the text that was tokenised, before it was truncated
     grammar: CompiledGrammar | None = None  # what the output has to match
-    block_hashes: list[bytes] = field(default_factory=list)  # of the prompt's first full blocks, if it is a long one or a connector was asked
+    block_hashes: list[bytes] = field(
+        default_factory=list
+    )  # of the prompt's first full blocks, if it is a long one or a connector was asked
     num_external_blocks: int = 0  # so many of them a KV connector has

@@ -7,6 +7,7 @@ import os
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,9 +21,13 @@ from aioengine.engine.loop.request_times import RequestTimes
 from aioengine.engine.outputs.detokenizer import TextTokenizer
 from aioengine.engine.outputs.output_processor import OutputProcessor
 from aioengine.engine.parts import EngineParts
+from aioengine.engine.run_facts import RunFacts
 from aioengine.errors import ConfigError
 from aioengine.events.bus import StepBus
 from aioengine.executor.base import Executor
+from aioengine.kv_connector.base import KVConnector, StoreKey
+from aioengine.kv_connector.file_store import FileConnector
+from aioengine.kv_connector.folder import open_folder, read_seed
 from aioengine.structured_output.manager import StructuredOutputManager
 
 if TYPE_CHECKING:
@@ -67,7 +72,35 @@ async def load_model(setup: EngineSetup) -> tuple[EngineSetup, int]:
     num_blocks = config.cache.num_kv_cache_blocks
     if num_blocks is None:
         num_blocks = await asyncio.wrap_future(executor.determine_num_kv_cache_blocks())
-    return replace(setup, config=config.fitted(num_blocks).with_prefix_caching_seed(secrets.token_hex(16))), num_blocks
+    seed = secrets.token_hex(16) if config.cache.kv_cache_dir is None else read_seed(open_folder(config.cache.kv_cache_dir))
+    return replace(setup, config=config.fitted(num_blocks).with_prefix_caching_seed(seed)), num_blocks
+
+
+async def open_kv_connector(setup: EngineSetup, facts: RunFacts) -> FileConnector | None:
+    """The store that `kv_cache_dir` names, for blocks as this engine computes them; None: there is none.
+
+    facts: with the model's digest. The worker must have its KV cache. Raises ConfigError.
+    """
+    cache = setup.config.cache
+    if cache.kv_cache_dir is None:
+        return None
+    if setup.files is None:
+        raise ConfigError(f"kv_cache_dir ({cache.kv_cache_dir}) is for the engine's own executor, which knows the bytes of its blocks")
+    ((layout, num_bytes),) = await asyncio.wrap_future(setup.executor.collective_rpc("kv_block_layout"))
+    assert facts.model_sha256 is not None
+    assert cache.prefix_caching_seed is not None
+    key = StoreKey(
+        model_sha256=facts.model_sha256,
+        weights=facts.weights or "dense",
+        isa=facts.isa or "",
+        kv_cache_dtype=setup.config.worker.kv_cache_dtype,
+        layout=layout,
+        block_size=cache.block_size,
+        block_bytes=num_bytes,
+        root=sha256(b"aioengine-kv:" + cache.prefix_caching_seed.encode()).hexdigest()[:32],
+        model=setup.model_info.name,
+    )
+    return await asyncio.to_thread(FileConnector, cache.kv_cache_dir, key, max_bytes=cache.kv_cache_dir_bytes)
 
 
 def build_parts(
@@ -77,6 +110,7 @@ def build_parts(
     bus: StepBus,
     publish_text: bool,
     on_failure: Callable[[BaseException], None],
+    kv_connector: KVConnector | None = None,
 ) -> EngineParts:
     """Put together what runs in the event loop, which is the running one. The core is not started yet."""
     config, tokenizer = setup.config, setup.tokenizer
@@ -102,6 +136,7 @@ def build_parts(
         text_source=output if publish_text else None,
         structured_output=structured_output,
         times=times,
+        kv_connector=kv_connector,
     )
     return EngineParts(
         loop=asyncio.get_running_loop(),

@@ -21,7 +21,8 @@ order, sampled tokens, prompts or else block hashes, what the engine ran on. Old
 SchedulerCall = Literal["add", "finish", "reset", "reset_running", "schedule", "update", "ended", "loaded"]
 """A call of the scheduler: `add_request()` with the next of an event's `added`; `finish_requests()` with the next of its
 `finished`, or "ended" where the scheduler ended that one itself in the update before; `reset_prefix_cache()`, "reset_running" with
-`reset_running_requests=True`; "loaded", `finish_load()` with the next of its `loaded`; `schedule()` and `update_from_output()`, of which each event has one.
+`reset_running_requests=True`; `finish_load()` with the next of its `loaded`; `schedule()` and `update_from_output()`, of which each
+event has one.
 """
 
 
@@ -39,6 +40,7 @@ class RequestInfo:
     cache_salt: str | None = None
     sampling_params: SamplingParams | None = None  # None: a recording of before schema 4
     num_external_blocks: int = 0  # so many first blocks of the prompt the KV connector has
+    num_block_hashes: int = 0  # it came with the hashes of so many blocks; the scheduler finds those of the others when it needs them
 
 
 @dataclass(frozen=True, slots=True)

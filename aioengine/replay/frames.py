@@ -165,7 +165,7 @@ class FrameReplay:
             arrival_time=info.arrival_time,
             priority=info.priority,
             cache_salt=info.cache_salt,
-            block_hashes=() if self._has_text else _read_hashes(event.block_hashes.get(info.request_id, ())),
+            block_hashes=self._hash(info, token_ids) if self._has_text else _read_hashes(event.block_hashes.get(info.request_id, ())),
             num_external_blocks=info.num_external_blocks,
         )
         try:
@@ -174,6 +174,12 @@ class FrameReplay:
             raise _Different(Difference(event.step_id, _kind(event), "added", info.request_id, str(exc))) from exc
         if not self._has_text:
             expect_hidden_repetition(request)
+
+    def _hash(self, info: RequestInfo, token_ids: list[int]) -> list[bytes]:
+        """The hashes that a request came with."""
+        hashes: list[bytes] = []
+        self.scheduler.kv_cache_manager.extend_hashes(hashes, token_ids, info.num_block_hashes, cache_salt=info.cache_salt)
+        return hashes
 
     def _finish(self, info: FinishedInfo) -> None:
         ended = self.scheduler.finish_requests([info.request_id], _STATUSES[info.finish_reason])

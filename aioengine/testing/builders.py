@@ -37,7 +37,13 @@ def make_model_info(
 
 
 def make_request(
-    prompt: int | Sequence[int] = 8, *, request_id: str | None = None, priority: int = 0, cache_salt: str | None = None, **params: Any
+    prompt: int | Sequence[int] = 8,
+    *,
+    request_id: str | None = None,
+    priority: int = 0,
+    cache_salt: str | None = None,
+    num_external_blocks: int = 0,
+    **params: Any,
 ) -> Request:
     """A request as the input processor would hand it to the scheduler.
 
@@ -52,6 +58,7 @@ def make_request(
         arrival_time=float(number),
         priority=priority,
         cache_salt=cache_salt,
+        num_external_blocks=num_external_blocks,
     )
 
 
@@ -62,12 +69,18 @@ def make_scheduler(
     enable_prefix_caching: bool = True,
     eos_token_ids: frozenset[int] = frozenset({EOS_TOKEN_ID}),
     check_invariants: bool = True,
+    has_kv_connector: bool = False,
     **options: Any,
 ) -> Scheduler:
     """A small scheduler that checks itself. options: fields of SchedulerConfig (8 requests, 64 tokens a step, 256 a request)."""
     return Scheduler(
         SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256, **options}),
-        cache=CacheConfig(block_size=block_size, enable_prefix_caching=enable_prefix_caching, prefix_caching_seed="test"),
+        cache=CacheConfig(
+            block_size=block_size,
+            enable_prefix_caching=enable_prefix_caching,
+            prefix_caching_seed="test",
+            has_kv_connector=has_kv_connector,
+        ),
         num_kv_cache_blocks=num_kv_cache_blocks,
         eos_token_ids=eos_token_ids,
         check_invariants=check_invariants,

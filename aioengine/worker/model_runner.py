@@ -112,12 +112,12 @@ class ModelRunner:
             if isinstance(output, AsyncOutput):
                 output.wait()
 
-    @torch.inference_mode()
     @property
     def kv_blocks(self) -> list[torch.Tensor]:
         """The cache of each layer, [num_blocks, ...]."""
         return [self._backend.by_block(kv_cache) for kv_cache in self._kv_caches]
 
+    @torch.inference_mode()
     def execute_model(self, out: SchedulerOutput) -> None:
         """Update the state and run the forward; the hidden rows to sample from are kept for `sample_tokens`."""
         start = time.perf_counter()

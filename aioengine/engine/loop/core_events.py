@@ -13,7 +13,16 @@ from aioengine.engine.loop.engine_snapshot import TextSource, TokenTimes, build_
 from aioengine.engine.loop.failure_report import describe_event, describe_output
 from aioengine.engine.loop.step_sampler import MaskTiming
 from aioengine.events.bus import StepBus
-from aioengine.events.step_event import EngineSnapshot, Event, FinishedInfo, LoadedInfo, RequestInfo, SchedulerCall, StepEvent, StepResultEvent
+from aioengine.events.step_event import (
+    EngineSnapshot,
+    Event,
+    FinishedInfo,
+    LoadedInfo,
+    RequestInfo,
+    SchedulerCall,
+    StepEvent,
+    StepResultEvent,
+)
 from aioengine.outputs import EngineCoreOutput, FinishReason, ModelRunnerOutput, TokenLogprobs
 from aioengine.printable import LogLines, get_logger, printable
 from aioengine.request import Request
@@ -71,6 +80,7 @@ class CoreEvents:
                 cache_salt=request.cache_salt if publish_text else None,
                 sampling_params=request.sampling_params,
                 num_external_blocks=request.num_external_blocks,
+                num_block_hashes=len(request.block_hashes),
             )
         )
 

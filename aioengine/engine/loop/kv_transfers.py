@@ -81,7 +81,11 @@ class KVTransfers:
         blocks, num_saved = pool.cached_blocks(), 0
         for first in range(0, len(blocks), _BLOCKS_PER_SAVE):
             # Steps go on meanwhile: what is not there any more has been saved when it left.
-            part = [(block_id, block_hash) for block_id, block_hash in blocks[first : first + _BLOCKS_PER_SAVE] if pool.block_hash[block_id] == block_hash]
+            part = [
+                (block_id, block_hash)
+                for block_id, block_hash in blocks[first : first + _BLOCKS_PER_SAVE]
+                if pool.block_hash[block_id] == block_hash
+            ]
             hashes = [block_hash for _, block_hash in part]
             num_missing = sum(self.connector.select_missing(hashes))
             read = self._save([block_id for block_id, _ in part], hashes)

@@ -7,7 +7,12 @@ from aioengine_tui.model.rows import RequestRow, RequestState, Share, ShareKind,
 from aioengine_tui.model.state_data import StateData
 from aioengine_tui.model.transitions import add_milestone, find_or_make_row, note_unseen_end
 
-_STATES: dict[str, RequestState] = {"WAITING": "waiting", "WAITING_FOR_REMOTE_KVS": "waiting", "RUNNING": "running", "PREEMPTED": "preempted"}
+_STATES: dict[str, RequestState] = {
+    "WAITING": "waiting",
+    "WAITING_FOR_REMOTE_KVS": "waiting",
+    "RUNNING": "running",
+    "PREEMPTED": "preempted",
+}
 
 
 def fold_snapshot_requests(data: StateData, snapshot: EngineSnapshot, *, in_sync: bool) -> None:
