@@ -249,7 +249,8 @@ class SchedulePass:
 
     def _start_load(self, request: Request, computed_block_ids: list[int]) -> None:
         """Let a request wait for its blocks where it holds nobody up. It comes back to the queue, in its place, when they are there."""
-        self.loads.append(KVLoad(request.request_id, self.kv_cache_manager.allocate_for_load(request, computed_block_ids)))
+        block_ids = self.kv_cache_manager.allocate_for_load(request, computed_block_ids)
+        self.loads.append(KVLoad(request.request_id, block_ids, computed_block_ids))
         self.waiting.pop()
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         self.loading_reqs.append(request)

@@ -50,10 +50,11 @@ class CachedRequestData:
 
 @dataclass(frozen=True, slots=True)
 class KVLoad:
-    """Blocks that a KV connector fills before their request may run. They follow those that the cache had already."""
+    """Blocks that a KV connector fills before their request may run."""
 
     req_id: str
     block_ids: list[int]
+    computed_block_ids: list[int]  # those before them, which the cache had already
 
 
 @dataclass(frozen=True, slots=True)

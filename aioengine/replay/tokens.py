@@ -25,6 +25,7 @@ from aioengine.executor.uniproc import UniProcExecutor
 from aioengine.models.info import resolve_model
 from aioengine.outputs import ModelRunnerOutput
 from aioengine.replay.difference import Difference, find_difference
+from aioengine.replay.loads import LoadReplay
 from aioengine.replay.recording import build_config, read_cache_config, read_settings, steps_in_order
 from aioengine.structured_output.manager import StructuredOutputManager
 from aioengine.structured_output.matcher import GrammarError
@@ -59,7 +60,7 @@ async def replay_tokens(header: WireHeader, events: Iterable[Event], *, model: s
         setup = EngineSetup(config.model, None, config, executor, files)
         notes = _compare_facts(recorded, await find_run_facts(setup, with_digest=recorded.model_sha256 is not None))
         executor.initialize_kv_cache(settings.num_kv_cache_blocks).result()
-        replay = TokenReplay(executor, structured_output)
+        replay = TokenReplay(executor, structured_output, config=config)
         difference: Difference | None = None
         for event in list(steps_in_order(events, until=until)):
             difference = await replay.take(event)
@@ -74,15 +75,18 @@ async def replay_tokens(header: WireHeader, events: Iterable[Event], *, model: s
 class TokenReplay:
     """One worker, given the steps of one recording. No step overlaps another: the worker takes them in order anyway."""
 
-    def __init__(self, executor: Executor, structured_output: StructuredOutputManager) -> None:
+    def __init__(self, executor: Executor, structured_output: StructuredOutputManager, *, config: ResolvedConfig) -> None:
         self.num_steps = 0
         self.num_token_lists = 0  # compared
         self._executor = executor
         self._structured_output = structured_output
         self._results: dict[int, ModelRunnerOutput] = {}
+        self._loads = LoadReplay(executor, config) if config.cache.has_kv_connector else None
 
     async def take(self, event: StepEvent | StepResultEvent) -> Difference | None:
         """Execute a step, or compare its result."""
+        if self._loads is not None:
+            self._loads.take(event)
         for info in event.finished:
             self._structured_output.remove(info.request_id)
         for added in event.added:

@@ -14,6 +14,7 @@ from aioengine import AsyncEngine, RequestOutput, SamplingParams
 from aioengine.errors import AioEngineError, ConfigError
 from aioengine.events.recording.reader import read_recording
 from aioengine.replay.frames import replay_frames
+from aioengine.replay.tokens import replay_tokens
 from aioengine_kernels.cpu import status as native_status
 
 WEIGHTS = ["dense", *(["exact", "fast"] if native_status() is None else [])]
@@ -77,6 +78,10 @@ async def test_tokens_do_not_depend_on_where_blocks_come_from(tiny_model: Path, 
         report = replay_frames(recording.header, recording.events)
         assert report.difference is None
         assert report.num_steps > 10
+        if weights != "dense":
+            again = await replay_tokens(recording.header, recording.events)
+            assert again.difference is None
+            assert again.num_token_lists > 100
 
 
 async def test_a_restart_loads_instead_of_computing(tiny_model: Path, tmp_path: Path) -> None:

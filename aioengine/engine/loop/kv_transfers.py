@@ -49,8 +49,8 @@ class KVTransfers:
         self._save(transfers.saves, hashes)
         for load in transfers.loads:
             request = self._scheduler.loading[load.req_id]
-            end = len(request.block_ids[0])
-            wanted = request.block_hashes[end - len(load.block_ids) : end]
+            first = len(load.computed_block_ids)
+            wanted = request.block_hashes[first : first + len(load.block_ids)]
             future = self.connector.load(wanted)
             future.add_done_callback(partial(self._in_loop, self._write, load, request, 0))
 
