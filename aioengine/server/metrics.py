@@ -241,6 +241,8 @@ class EngineMetrics(Collector):
         counters = (
             ("vllm:prefix_cache_queries", "Prefix cache queries, in tokens.", stats.prefix_cache_queries),
             ("vllm:prefix_cache_hits", "Prefix cache hits, in tokens.", stats.prefix_cache_hits),
+            ("vllm:external_prefix_cache_queries", "KV connector queries, in tokens.", stats.external_prefix_cache_queries),
+            ("vllm:external_prefix_cache_hits", "KV connector hits, in tokens.", stats.external_prefix_cache_hits),
             ("vllm:num_preemptions", "Cumulative number of preemptions.", stats.num_preemptions),
             ("vllm:spec_decode_num_draft_tokens", "Draft tokens that were checked.", stats.num_draft_tokens),
             ("vllm:spec_decode_num_accepted_tokens", "Draft tokens that were accepted.", stats.num_accepted_tokens),
