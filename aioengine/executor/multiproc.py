@@ -10,13 +10,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aioengine.config import ResolvedConfig
 from aioengine.errors import ConfigError
 from aioengine.executor.rank_messages import RankStart, dump
-from aioengine.executor.ranks import RanksExecutor, log_level
+from aioengine.executor.ranks import RanksExecutor, is_process_stopped, log_level
 
 if TYPE_CHECKING:
     from aioengine.checkpoint.files import ModelFiles
@@ -76,11 +75,7 @@ class LocalRank:
         return f"was killed by {signal.Signals(-code).name}{hint}"
 
     def is_stopped(self) -> bool:
-        try:
-            status = Path(f"/proc/{self._process.pid}/stat").read_text()
-        except OSError:
-            return False  # no Linux, or it is gone
-        return status.rpartition(")")[2].split()[0] in ("T", "t")
+        return is_process_stopped(self._process.pid)
 
     def kill(self) -> None:
         self._process.kill()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
 import threading
 import time
@@ -15,6 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Protocol
 
 from aioengine.config import ResolvedConfig
@@ -327,7 +329,9 @@ class RanksExecutor:
                 is_stopped = process.is_stopped()
                 if now - since > (_STOPPED_LIMIT_S if is_stopped else _SILENT_LIMIT_S):
                     why = "it is stopped (SIGSTOP, or a debugger)" if is_stopped else "it hangs, or its machine does"
-                    return RankLostError(f"rank {rank} of {len(self._processes)} ({process.name}) has not answered for {now - since:.0f} s: {why}")
+                    return RankLostError(
+                        f"rank {rank} of {len(self._processes)} ({process.name}) has not answered for {now - since:.0f} s: {why}"
+                    )
             elif now - self._heard[rank] > _TICK_S:
                 with contextlib.suppress(RuntimeError):
                     self._sender.submit(self._ping, rank)
@@ -369,7 +373,9 @@ def _same_tokens(answers: list[Any]) -> ModelRunnerOutput:
     expected = fingerprint(output) if len(answers) > 1 else 0
     for rank, found in enumerate(answers[1:], 1):
         if found != expected:
-            raise RankLostError(f"rank {rank} sampled other tokens than rank 0: their results have come apart (different machines or kernels?)")
+            raise RankLostError(
+                f"rank {rank} sampled other tokens than rank 0: their results have come apart (different machines or kernels?)"
+            )
     return output
 
 
@@ -392,9 +398,16 @@ def _shut_connection(connection: Connection[Any, Any]) -> None:
 
 
 def _duplicate(connection: Connection[Any, Any]) -> int:
-    import os
-
     return os.dup(connection.fileno())
+
+
+def is_process_stopped(pid: int) -> bool:
+    """Of this machine, by SIGSTOP or a debugger. False where the system does not tell (it is no Linux)."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] in ("T", "t")
 
 
 def log_level() -> int:

@@ -38,7 +38,7 @@ class Worker:
 
     def __init__(self, config: ResolvedConfig, *, files: ModelFiles, group: Group = SINGLE_RANK) -> None:
         """group: the ranks that share the model; `config` is that of all of them."""
-        self._group = group
+        self.group = group
         config = self.config = config_of_rank(config, group)
         self._files = files
         self.device = create_device(config.worker)
@@ -73,7 +73,7 @@ class Worker:
             attention_backend=self._backend,
             weights=self.config.worker.weights,
             allow_dense=self.config.worker.allow_dense,
-            group=self._group,
+            group=self.group,
         )
         if self._model.runs_own_threads:
             # What is left to PyTorch is small, and its threads would fight the model's for the cores.
