@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from aioengine import AsyncEngine, RequestOutput, SamplingParams
+from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.errors import ConfigError, EngineDeadError
 from aioengine.worker.worker import Worker
 from tests.e2e.test_tensor_parallel import requests
@@ -103,7 +104,7 @@ async def test_a_rank_that_is_stopped_ends_the_engine_with_its_name(tiny_model: 
 def fail_alone(worker: Worker, rank: int) -> None:
     """From the next step on."""
 
-    def fail(_: object) -> None:
+    def fail(scheduler_output: SchedulerOutput) -> None:
         raise ZeroDivisionError("this rank alone")
 
     if worker.group.rank == rank:
