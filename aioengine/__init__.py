@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         StepTimeoutError,
     )
     from aioengine.events.step_event import StepEvent, StepResultEvent
-    from aioengine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from aioengine.outputs import CompletionOutput, EmbeddingOutput, RequestMetrics, RequestOutput
     from aioengine.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 _MODULES = {
@@ -33,6 +33,7 @@ _MODULES = {
     "AsyncEngine": "aioengine.engine.async_engine",
     "CompletionOutput": "aioengine.outputs",
     "ConfigError": "aioengine.errors",
+    "EmbeddingOutput": "aioengine.outputs",
     "EngineConfig": "aioengine.config",
     "EngineDeadError": "aioengine.errors",
     "EngineOverloadedError": "aioengine.errors",
@@ -57,6 +58,7 @@ __all__ = [
     "AsyncEngine",
     "CompletionOutput",
     "ConfigError",
+    "EmbeddingOutput",
     "EngineConfig",
     "EngineDeadError",
     "EngineOverloadedError",

@@ -56,6 +56,7 @@ class ModelRunnerOutput:
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     # Requests that cannot be sampled for (logits that are NaN, no token allowed), and why: they end with an error, no other does.
     failed_req_ids: dict[str, str] = field(default_factory=dict)
+    pooler_output: dict[str, list[float]] = field(default_factory=dict)  # the embedding of requests whose prompt this step completed
 
 
 # ------------------------------------------------------------------ scheduler -> output processor
@@ -72,6 +73,7 @@ class EngineCoreOutput(NamedTuple):
     error: str | None = None  # with finish_reason "error": the cause
     num_draft_tokens: int = 0  # draft tokens that this step checked for it
     num_accepted_tokens: int = 0  # those of them that were right
+    pooling_output: list[float] | None = None  # with finish_reason "stop": the embedding that was asked for
 
 
 # ------------------------------------------------------------------ engine -> user
@@ -275,3 +277,12 @@ class RequestOutput:
     @property
     def finish_reason(self) -> FinishReason | None:
         return self.outputs[0].finish_reason
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """What `AsyncEngine.embed` gives for one prompt."""
+
+    embedding: list[float]  # [hidden_size]
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0  # prompt tokens that the prefix cache served

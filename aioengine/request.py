@@ -6,6 +6,7 @@ import enum
 from collections.abc import Callable, Sequence
 
 from aioengine.outputs import FinishReason
+from aioengine.pooling_params import PoolingParams
 from aioengine.sampling_params import SamplingParams
 
 
@@ -78,6 +79,7 @@ class Request:
         "num_preemptions",
         "num_prompt_tokens",
         "num_tokens",
+        "pooling_params",
         "priority",
         "recompute_until",
         "request_id",
@@ -98,11 +100,13 @@ class Request:
         priority: int = 0,
         cache_salt: str | None = None,
         block_hashes: Sequence[bytes] = (),  # of the prompt's first blocks, where they are known already
+        pooling_params: PoolingParams | None = None,  # the request wants an embedding and no token
         num_external_blocks: int = 0,  # so many first blocks of the prompt a KV connector has
     ) -> None:
         assert sampling_params.max_tokens is not None, "the input processor resolves max_tokens"
         self.request_id = request_id
         self.sampling_params = sampling_params
+        self.pooling_params = pooling_params
         self.max_tokens: int = sampling_params.max_tokens
         self.arrival_time = arrival_time
         self.priority = priority

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # What each part may import of ours, besides itself. A part is a module or package right under `aioengine`, one of the
 # other packages by its short name, or the one module named here that others may know while its package is above them.
-BASE = {"errors", "printable", "checks", "config", "sampling_params", "outputs", "request", "kv_cache_groups"}
+BASE = {"errors", "printable", "checks", "config", "sampling_params", "outputs", "request", "kv_cache_groups", "pooling_params"}
 MODEL_SIDE = BASE | {"core", "kernels", "attention", "layers", "distributed"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
@@ -22,7 +22,8 @@ ALLOWED: dict[str, set[str]] = {
     "kv_cache_groups": set(),
     "sampling_params": {"errors", "checks"},
     "outputs": set(),
-    "request": {"outputs", "sampling_params"},
+    "pooling_params": {"errors", "checks"},
+    "request": {"outputs", "sampling_params", "pooling_params"},
     "core": BASE,
     "events": BASE | {"core", "package"},
     "kernels": set(),

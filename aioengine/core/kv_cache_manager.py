@@ -54,8 +54,11 @@ class KVCacheManager:
         return block_ids
 
     def _may_look_up(self, request: Request) -> bool:
-        wants_prompt_logprobs = request.sampling_params.prompt_logprobs is not None and not request.num_output_tokens
-        return self.enable_prefix_caching and not wants_prompt_logprobs
+        if not self.enable_prefix_caching:
+            return False
+        if request.pooling_params is not None:
+            return not request.pooling_params.needs_all_tokens
+        return request.sampling_params.prompt_logprobs is None or bool(request.num_output_tokens)
 
     def num_blocks_to_take(self, num_tokens: int, computed_block_ids: Sequence[int]) -> int:
         """How many free blocks `num_tokens` of a request without blocks use up: new ones, and cache hits that nobody holds."""

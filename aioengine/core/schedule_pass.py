@@ -281,6 +281,7 @@ class SchedulePass:
                 sampling_params=request.sampling_params,
                 block_ids=tuple(list(table) for table in request.block_ids),
                 num_computed_tokens=request.num_computed_tokens,
+                pooling_params=request.pooling_params,
             )
             for request in self.new_reqs
         ]

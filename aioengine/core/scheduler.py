@@ -282,13 +282,16 @@ class Scheduler:
         # What most steps have none of is not looked up for every request.
         requests, indices, sampled = self.requests, output.req_id_to_index, output.sampled_token_ids
         failed, spec_token_ids = output.failed_req_ids, scheduler_output.scheduled_spec_decode_tokens
-        all_logprobs, all_prompt_logprobs = output.logprobs, output.prompt_logprobs
+        all_logprobs, all_prompt_logprobs, pooled = output.logprobs, output.prompt_logprobs, output.pooler_output
         for req_id in scheduler_output.num_scheduled_tokens:
             request = requests.get(req_id)
             if request is None:
                 continue
             if failed and req_id in failed:
                 core_outputs.append(self._fail_request(request, failed[req_id]))
+                continue
+            if pooled and req_id in pooled:
+                core_outputs.append(self._end_pooling(request, pooled[req_id]))
                 continue
             token_ids = sampled[indices[req_id]]
             prompt_logprobs = all_prompt_logprobs.get(req_id) if all_prompt_logprobs else None
@@ -326,6 +329,11 @@ class Scheduler:
         self._end(request, RequestStatus.FINISHED_ERROR)
         request.stop_reason = cause
         return EngineCoreOutput(request.request_id, [], "error", cause, num_cached_tokens=request.num_cached_tokens, error=cause)
+
+    def _end_pooling(self, request: Request, vector: list[float]) -> EngineCoreOutput:
+        """All of a prompt was computed, and its embedding is there: nothing is left to do."""
+        self._end(request, RequestStatus.FINISHED_STOPPED)
+        return EngineCoreOutput(request.request_id, [], "stop", num_cached_tokens=request.num_cached_tokens, pooling_output=vector)
 
     def _settle_draft_tokens(self, request: Request, num_draft_tokens: int, *, num_accepted: int) -> None:
         """Take back what was counted as computed for draft tokens that were rejected: those positions are computed anew."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from aioengine.pooling_params import PoolingParams
 from aioengine.sampling_params import SamplingParams
 
 AdmissionStop = Literal["queue_empty", "budget", "max_num_seqs", "no_blocks", "preempted", "in_flight"]
@@ -32,6 +33,7 @@ class NewRequestData:
     sampling_params: SamplingParams
     block_ids: tuple[list[int], ...]  # one list a KV-cache group
     num_computed_tokens: int  # where this step starts: more than 0 on a prefix-cache hit
+    pooling_params: PoolingParams | None = None  # the request wants an embedding: nothing is sampled for it
 
 
 @dataclass(frozen=True, slots=True)

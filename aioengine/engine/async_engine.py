@@ -16,7 +16,7 @@ from aioengine.config import EngineConfig, ModelInfo, ResolvedConfig
 from aioengine.core.scheduler_output import SchedulerStats
 from aioengine.engine.event_control import EngineController
 from aioengine.engine.event_loops import running_loop, wrong_loop
-from aioengine.engine.inputs.batch import collect_batch, naming_prompt, pair_up
+from aioengine.engine.inputs.batch import collect_batch, naming_prompt, pair_up, read_embedding
 from aioengine.engine.inputs.input_processor import Prompt, check_request_options
 from aioengine.engine.inputs.long_prompts import hash_long_prompt
 from aioengine.engine.inputs.submission import Submitter
@@ -34,8 +34,12 @@ from aioengine.events.step_event import EngineSnapshot
 from aioengine.events.wire import WireHeader
 from aioengine.executor.base import Executor
 from aioengine.kv_connector.base import KVConnectorStats
-from aioengine.outputs import RequestOutput
+from aioengine.outputs import EmbeddingOutput, RequestOutput
+from aioengine.pooling_params import Pooling, PoolingParams
 from aioengine.sampling_params import SamplingParams
+
+# What carries a request for an embedding: it is never sampled for, and its text is not looked at.
+_ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, seed=0)
 
 
 class AsyncEngine:
@@ -205,22 +209,47 @@ class AsyncEngine:
         Raises InvalidRequestError naming the index of a prompt that cannot be served, and EngineOverloadedError if they may
         not all wait, before any of them is started.
         """
+        finished = await self._run_batch("generate_batch()", pair_up(prompts, sampling_params, call="generate_batch()"), progress=progress)
+        return [output for _, output in finished]
+
+    async def embed(self, prompts: Iterable[Prompt], *, pooling: Pooling = "mean", normalize: bool = True) -> list[EmbeddingOutput]:
+        """One vector of hidden_size numbers for each prompt, in their order. Scheduled with everything else; nothing is sampled.
+
+        prompts: as in `generate_batch`. pooling: "mean" of the hidden states of all tokens, which go through the model whatever the
+        prefix cache holds, or that of the "last" token. normalize: scale each vector to length 1.
+
+        Raises as `generate_batch`, and AioEngineError if the model gives no finite vector for a prompt or it is aborted.
+        """
+        params = PoolingParams(pooling, normalize)
+        given = pair_up(prompts, _ONE_TOKEN, call="embed()")
+        finished = await self._run_batch("embed()", given, pooling_params=params)
+        return [read_embedding(index, collector, output) for index, (collector, output) in enumerate(finished)]
+
+    async def _run_batch(
+        self,
+        call: str,
+        given: list[tuple[Prompt, SamplingParams | None]],
+        *,
+        pooling_params: PoolingParams | None = None,
+        progress: bool = False,
+    ) -> list[tuple[OutputCollector, RequestOutput]]:
+        """Run requests to their end: either all of them are taken in or none."""
         arrival_time = time.perf_counter()
-        parts = self._life.running("generate_batch()")
+        parts = self._life.running(call)
         processed: list[ProcessedInput] = []
-        for index, (prompt, params) in enumerate(pair_up(prompts, sampling_params)):
+        for index, (prompt, params) in enumerate(given):
             with naming_prompt(index):
-                processed.append(await _prepare(parts, prompt, params, None))
+                processed.append(await _prepare(parts, prompt, params, None, pooling_params=pooling_params))
             await asyncio.sleep(0)  # that took up to a millisecond; others have tokens to handle
-        self._life.running("generate_batch()")  # it may have stopped meanwhile
+        self._life.running(call)  # it may have stopped meanwhile
         _check_admission(parts, processed)
         submitted: list[OutputCollector] = []
         try:
-            # Nothing is awaited in between: either all of them reach the next schedule() or none.
+            # Nothing is awaited in between: all of them reach the next schedule().
             for index, item in enumerate(processed):
                 with naming_prompt(index):
                     submitted.append(parts.submitter.submit(item, request_id=None, arrival_time=arrival_time, final_only=True))
-            return await collect_batch(submitted, progress=progress)
+            return list(zip(submitted, await collect_batch(submitted, progress=progress), strict=True))
         finally:
             for collector in submitted:
                 parts.submitter.drop(collector)
@@ -386,9 +415,16 @@ class AsyncEngine:
         return transfers
 
 
-async def _prepare(parts: EngineParts, prompt: Prompt, sampling_params: SamplingParams | None, cache_salt: str | None) -> ProcessedInput:
+async def _prepare(
+    parts: EngineParts,
+    prompt: Prompt,
+    sampling_params: SamplingParams | None,
+    cache_salt: str | None,
+    *,
+    pooling_params: PoolingParams | None = None,
+) -> ProcessedInput:
     """Everything that takes long with a long prompt, without holding the loop."""
-    processed = await parts.input.process(prompt, sampling_params)
+    processed = dataclasses.replace(await parts.input.process(prompt, sampling_params), pooling_params=pooling_params)
     kv_cache_manager = parts.core.scheduler.kv_cache_manager
     transfers = parts.core.kv_transfers
     block_hashes = await hash_long_prompt(

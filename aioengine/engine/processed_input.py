@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from aioengine.pooling_params import PoolingParams
 from aioengine.sampling_params import SamplingParams
 from aioengine.structured_output.matcher import CompiledGrammar
 
@@ -19,4 +20,5 @@ class ProcessedInput:
     block_hashes: list[bytes] = field(
         default_factory=list
     )  # of the prompt's first full blocks, if it is a long one or a connector was asked
+    pooling_params: PoolingParams | None = None  # an embedding is wanted, and no token
     num_external_blocks: int = 0  # so many of them a KV connector has

@@ -11,6 +11,7 @@ from typing import Literal
 
 from aioengine.core.scheduler_output import AdmissionStop, BlockChanges, SchedulerOutput, SchedulerStats
 from aioengine.outputs import FinishReason
+from aioengine.pooling_params import PoolingParams
 from aioengine.sampling_params import SamplingParams
 
 SCHEMA_VERSION = 4
@@ -39,6 +40,7 @@ class RequestInfo:
     prompt_token_ids: list[int] | None = None
     cache_salt: str | None = None
     sampling_params: SamplingParams | None = None  # None: a recording of before schema 4
+    pooling_params: PoolingParams | None = None  # an embedding is wanted, and no token
     num_external_blocks: int = 0  # so many first blocks of the prompt the KV connector has
     num_block_hashes: int = 0  # it came with the hashes of so many blocks; the scheduler finds those of the others when it needs them
 

@@ -166,6 +166,7 @@ class FrameReplay:
             priority=info.priority,
             cache_salt=info.cache_salt,
             block_hashes=self._hash(info, token_ids) if self._has_text else _read_hashes(event.block_hashes.get(info.request_id, ())),
+            pooling_params=info.pooling_params,
             num_external_blocks=info.num_external_blocks,
         )
         try:
@@ -205,7 +206,20 @@ class FrameReplay:
         else:
             by_id = {info.request_id: info for info in ended}
             sampled = [self._hidden_tokens(req_id, event, by_id.get(req_id)) for req_id in req_ids]
-        return ModelRunnerOutput(req_ids, {req_id: index for index, req_id in enumerate(req_ids)}, sampled, failed_req_ids=failed)
+        return ModelRunnerOutput(
+            req_ids,
+            {req_id: index for index, req_id in enumerate(req_ids)},
+            sampled,
+            failed_req_ids=failed,
+            pooler_output=self._pooled(ended),
+        )
+
+    def _pooled(self, ended: list[FinishedInfo]) -> dict[str, list[float]]:
+        """Who got an embedding; what it was, no recording tells."""
+        requests = self.scheduler.requests
+        return {
+            info.request_id: [] for info in ended if info.finish_reason == "stop" and requests[info.request_id].pooling_params is not None
+        }
 
     def _hidden_tokens(self, req_id: str, event: StepResultEvent, end: FinishedInfo | None) -> list[int]:
         """As many as were sampled; the last accepted one ends the request if one did."""

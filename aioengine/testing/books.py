@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from aioengine.core.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from aioengine.outputs import Logprob, TokenLogprobs
+from aioengine.pooling_params import PoolingParams
 from aioengine.sampling_params import SamplingParams
 from aioengine.worker.sample.row import check_edit_widths, check_token_ids, params_row
 
@@ -24,6 +25,7 @@ class WorkerRequest:
     block_ids: list[int]
     num_computed_tokens: int = 0
     has_slot: bool = True
+    pooling_params: PoolingParams | None = None
     num_prompt_logprobs: int = 1  # prompt tokens whose logprobs were reported; nothing comes before the first
 
     def append(self, token_id: int) -> None:
@@ -87,6 +89,7 @@ class WorkerBooks:
     def _add(self, new: NewRequestData) -> None:
         expect(new.req_id not in self.requests, f"{new.req_id!r} is new but was here before")
         request = WorkerRequest(new.sampling_params, len(new.prompt_token_ids), [], [], list(new.block_ids[0]), new.num_computed_tokens)
+        request.pooling_params = new.pooling_params
         for token_id in new.prompt_token_ids:
             request.append(token_id)
         self.requests[new.req_id] = request
@@ -139,9 +142,18 @@ class WorkerBooks:
                 block_id = request.block_ids[position // self.block_size]
                 held = self._kv_cache[block_id][position % self.block_size]
                 expect(held == digests[position], f"block {block_id} does not hold position {position} of {req_id!r}")
-            if request.num_computed_tokens == len(digests):
+            if request.num_computed_tokens == len(digests) and request.pooling_params is None:
                 samples.add(req_id)
         return samples
+
+    def take_pooled(self, output: SchedulerOutput) -> dict[str, list[float]]:
+        """Of the requests whose prompt this step completes and that want an embedding: two numbers that depend on the prompt."""
+        requests = {req_id: self.requests[req_id] for req_id in output.num_scheduled_tokens}
+        return {
+            req_id: [float(request.num_prompt_tokens), sum(request.token_ids) / request.num_prompt_tokens]
+            for req_id, request in requests.items()
+            if request.pooling_params is not None and request.num_computed_tokens == request.num_prompt_tokens
+        }
 
     def take_prompt_logprobs(self, output: SchedulerOutput, *, vocab_size: int) -> dict[str, list[TokenLogprobs]]:
         """Of the prompt tokens whose logits this step has computed, if they were not reported before."""

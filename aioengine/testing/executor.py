@@ -51,6 +51,7 @@ class _Executed:
     execute_start: float
     execute_end: float
     prompt_logprobs: dict[str, list[TokenLogprobs]]
+    pooled: dict[str, list[float]]
     failed: dict[str, str]  # requests that do not fit the tables, and why
 
 
@@ -201,9 +202,12 @@ class FakeExecutor:
         req_ids = list(output.num_scheduled_tokens)
         draft_token_ids = output.scheduled_spec_decode_tokens
         prompt_logprobs = self._books.take_prompt_logprobs(output, vocab_size=self.model_info.vocab_size)
+        pooled = self._books.take_pooled(output)
         failed = {req_id: cause for req_id, cause in self._books.failed.items() if req_id in output.num_scheduled_tokens}
         self._executed.append(
-            _Executed(output.step_id, req_ids, samples, draft_token_ids, execute_start, time.perf_counter(), prompt_logprobs, failed)
+            _Executed(
+                output.step_id, req_ids, samples, draft_token_ids, execute_start, time.perf_counter(), prompt_logprobs, pooled, failed
+            )
         )
 
     def _sample(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
@@ -237,6 +241,7 @@ class FakeExecutor:
             timing=timing,
             prompt_logprobs={req_id: entries for req_id, entries in step.prompt_logprobs.items() if req_id not in failed},
             failed_req_ids=failed,
+            pooler_output={req_id: vector for req_id, vector in step.pooled.items() if req_id not in failed},
         )
 
     def _sample_request(

@@ -86,8 +86,9 @@ class StepPlan:
 def plan_step(out: SchedulerOutput, *, states: RequestStates, block_table: BlockTable, decodes_first: bool = False) -> StepPlan:
     """Lay out a step, from `states.num_computed_tokens` on for each request.
 
-    A request samples if the step reaches the last token that is known; with draft tokens behind it, once after that token and once
-    after each of them. The draft tokens stand in the token table and count as known for this step only.
+    A request samples if the step reaches the last token that is known, unless it wants an embedding; with draft tokens behind it,
+    once after that token and once after each of them. The draft tokens stand in the token table and count as known for this step
+    only.
     decodes_first: requests with one token come before the others; else the order is the scheduler's.
     Raises RuntimeError if the step wants a token that is not known yet or a position that has no block.
     """
@@ -105,7 +106,10 @@ def plan_step(out: SchedulerOutput, *, states: RequestStates, block_table: Block
     _check_in_reach(req_ids, seq_lens, known=known, held=block_table.num_blocks[slots] * block_table.block_size)
     query_start_loc = np.zeros(len(req_ids) + 1, dtype=np.int32)
     np.cumsum(num_scheduled, out=query_start_loc[1:])
-    sampled = (seq_lens == known).nonzero()[0]
+    samples = seq_lens == known
+    if states.pooled_req_ids:
+        samples &= np.fromiter((r not in states.pooled_req_ids for r in req_ids), dtype=bool, count=len(req_ids))
+    sampled = samples.nonzero()[0]
     row_seq_lens = seq_lens[sampled].astype(np.int64)
     if draft_token_ids:
         num_rows = 1 + num_draft_tokens[sampled]

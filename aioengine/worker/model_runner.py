@@ -23,6 +23,7 @@ from aioengine.worker.input_batch import InputBatch
 from aioengine.worker.pipeline.async_output import AsyncOutput, Pending
 from aioengine.worker.pipeline.base import SampledRows
 from aioengine.worker.pipeline.create import create_pipeline
+from aioengine.worker.pooling import PooledRows, Pooler, read_pooled
 from aioengine.worker.prompt_logprobs import PromptEntries, PromptRows, plan_prompt_rows, read_prompt_entries, score_prompt_rows
 from aioengine.worker.request_state import RequestStates
 from aioengine.worker.warm_up import warm_up_steps
@@ -45,6 +46,7 @@ class ExecuteModelState:
     execute_start: float
     execute_end: float
     failed: dict[str, str]  # requests of the step that could not be written into the tables, and why
+    pooled: PooledRows | None = None
 
 
 class ModelRunner:
@@ -70,6 +72,7 @@ class ModelRunner:
         self._backend = attention_backend
         self._kv_caches = kv_caches
         self._device = device
+        self._pooler = Pooler()
         self.states = RequestStates(
             max_num_reqs=config.scheduler.max_num_seqs,
             max_model_len=config.scheduler.max_model_len,
@@ -122,16 +125,17 @@ class ModelRunner:
         """Update the state and run the forward; the hidden rows to sample from are kept for `sample_tokens`."""
         start = time.perf_counter()
         self._update_states(out)
-        batch, hidden, prompt_rows, prompt_hidden = None, None, None, None
+        batch, hidden, prompt_rows, prompt_hidden, pooled = None, None, None, None, None
         if not out.is_cleanup_only:
             batch = self._pipeline.build_batch(out)
             prompt_rows = plan_prompt_rows(batch, self.states, upload=self._pipeline.upload)
             all_hidden = self._forward(batch, block_ids_to_zero=out.new_block_ids_to_zero)
             hidden = all_hidden.index_select(0, batch.logits_indices)
             prompt_hidden = None if prompt_rows is None else all_hidden.index_select(0, prompt_rows.indices)
+            pooled = self._pooler.pool(batch, self.states, all_hidden)
         # As of now: by the time of sampling the tables may have moved on to a later step.
         failed = {req_id: cause for req_id, cause in self.states.failed.items() if req_id in out.num_scheduled_tokens}
-        self._executed.append(ExecuteModelState(batch, hidden, prompt_rows, prompt_hidden, start, time.perf_counter(), failed))
+        self._executed.append(ExecuteModelState(batch, hidden, prompt_rows, prompt_hidden, start, time.perf_counter(), failed, pooled))
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> ModelRunnerOutput | AsyncOutput[_StepResults]:
@@ -146,17 +150,20 @@ class ModelRunner:
         state = self._executed.popleft()
         rows: SampledRows | Pending[SampledRows] = SampledRows([])
         scores: _Arrays | Pending[_Arrays] = []
+        vectors: _Arrays | Pending[_Arrays] = []
         if state.batch is not None:
             if state.prompt_rows is not None:
                 scores = self._score_prompt(state.prompt_rows, state.prompt_hidden_states)
+            if state.pooled is not None:
+                vectors = self._pipeline.fetch([state.pooled.vectors])
             if len(state.batch.sampled_np):
                 assert state.hidden_states is not None
                 rows = self._sample(state.batch, state.hidden_states, grammar_output)
             self._pipeline.end_step(state.batch)
         make_output = partial(_make_output, state, start)
-        if isinstance(rows, SampledRows) and isinstance(scores, list):
-            return make_output((rows, scores))
-        return AsyncOutput(_PendingResults(rows, scores), make_output)
+        if isinstance(rows, SampledRows) and isinstance(scores, list) and isinstance(vectors, list):
+            return make_output((rows, scores, vectors))
+        return AsyncOutput(_PendingResults(rows, scores, vectors), make_output)
 
     def _score_prompt(self, rows: PromptRows, hidden_states: torch.Tensor | None) -> _Arrays | Pending[_Arrays]:
         assert hidden_states is not None
@@ -178,7 +185,7 @@ class ModelRunner:
             self.states.write_draft_tokens(req_id, draft_token_ids)
 
     def _add_request(self, new: NewRequestData) -> None:
-        slot = self.states.add(new.req_id, new.prompt_token_ids, new.sampling_params)
+        slot = self.states.add(new.req_id, new.prompt_token_ids, new.sampling_params, pooling_params=new.pooling_params)
         self.states.num_computed_tokens[slot] = new.num_computed_tokens
         self.block_table.replace_row(slot, _only_group(new.block_ids))
 
@@ -251,7 +258,8 @@ class ModelRunner:
 
 
 _Arrays = list[npt.NDArray[Any]]
-_StepResults = tuple[SampledRows, _Arrays]  # the tokens; and what `read_prompt_entries` reads, or nothing
+# The tokens; what `read_prompt_entries` reads, or nothing; and what `read_pooled` reads, or nothing.
+_StepResults = tuple[SampledRows, _Arrays, _Arrays]
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,19 +268,22 @@ class _PendingResults:
 
     rows: SampledRows | Pending[SampledRows]
     scores: _Arrays | Pending[_Arrays]
+    vectors: _Arrays | Pending[_Arrays]
 
     def wait(self) -> _StepResults:
         rows = self.rows if isinstance(self.rows, SampledRows) else self.rows.wait()
-        return rows, self.scores if isinstance(self.scores, list) else self.scores.wait()
+        scores = self.scores if isinstance(self.scores, list) else self.scores.wait()
+        return rows, scores, self.vectors if isinstance(self.vectors, list) else self.vectors.wait()
 
 
 def _make_output(state: ExecuteModelState, sample_start: float, results: _StepResults) -> ModelRunnerOutput:
     """The result of a step, now that its tokens are known."""
-    rows, scores = results
+    rows, scores, vectors = results
     req_ids = [] if state.batch is None else state.batch.req_ids
     sampled_token_ids: list[list[int]] = [[] for _ in req_ids]
     prompt = PromptEntries() if state.prompt_rows is None else read_prompt_entries(state.prompt_rows, scores)
-    failed, logprobs = state.failed | prompt.failed, {}
+    pooled, not_finite = ({}, {}) if state.pooled is None else read_pooled(state.pooled, vectors)
+    failed, logprobs = not_finite | state.failed | prompt.failed, {}
     if state.batch is not None and rows.token_ids:
         sampled = list(dict.fromkeys(state.batch.sampled_np.tolist()))
         for place, (index, token_ids) in enumerate(zip(sampled, rows.token_ids, strict=True)):
@@ -289,6 +300,7 @@ def _make_output(state: ExecuteModelState, sample_start: float, results: _StepRe
         timing=WorkerTiming(state.execute_start, state.execute_end, sample_start, time.perf_counter()),
         prompt_logprobs={req_id: entries for req_id, entries in prompt.logprobs.items() if req_id not in failed},
         failed_req_ids=failed,
+        pooler_output={req_id: vector for req_id, vector in pooled.items() if req_id not in failed},
     )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from aioengine.pooling_params import PoolingParams
 from aioengine.printable import get_logger
 from aioengine.sampling_params import SamplingParams
 from aioengine.worker.sample.states import SamplingStates
@@ -29,6 +30,7 @@ class CachedRequestState:
     req_id: str
     num_prompt_tokens: int
     sampling_params: SamplingParams
+    pooling_params: PoolingParams | None = None
 
 
 class RequestStates:
@@ -49,6 +51,7 @@ class RequestStates:
         self._requests: dict[str, CachedRequestState] = {}  # with and without a slot
         self._slots: dict[str, int] = {}
         self._num_prompt_logprobs: dict[str, int] = {}  # of requests that want them: prompt tokens that were reported, or need not be
+        self.pooled_req_ids: set[str] = set()  # those that want an embedding
         # Requests that could not be written into the tables, and why. Their rows are filled with what does no harm, so that the
         # step that they are in runs for the others.
         self.failed: dict[str, str] = {}
@@ -67,10 +70,14 @@ class RequestStates:
         """The slot of a request, or None if it has none (unknown or preempted)."""
         return self._slots.get(req_id)
 
-    def add(self, req_id: str, prompt_token_ids: Sequence[int], sampling_params: SamplingParams) -> int:
+    def add(
+        self, req_id: str, prompt_token_ids: Sequence[int], sampling_params: SamplingParams, *, pooling_params: PoolingParams | None = None
+    ) -> int:
         """Take a slot for a new request and fill it; returns the slot."""
         assert req_id not in self._requests, f"request {req_id!r} is already known to the worker"
-        self._requests[req_id] = CachedRequestState(req_id, len(prompt_token_ids), sampling_params)
+        self._requests[req_id] = CachedRequestState(req_id, len(prompt_token_ids), sampling_params, pooling_params)
+        if pooling_params is not None:
+            self.pooled_req_ids.add(req_id)
         if sampling_params.prompt_logprobs is not None:
             self._num_prompt_logprobs[req_id] = 1  # nothing comes before the first
         return self._occupy(req_id, prompt_token_ids)
@@ -93,6 +100,7 @@ class RequestStates:
         self._requests.pop(req_id, None)
         self._num_prompt_logprobs.pop(req_id, None)
         self.failed.pop(req_id, None)
+        self.pooled_req_ids.discard(req_id)
 
     def write_history(self, slot: int, all_token_ids: Sequence[int]) -> None:
         """Overwrite the known tokens of a slot from position 0."""
@@ -127,6 +135,9 @@ class RequestStates:
 
     def sampling_params(self, req_id: str) -> SamplingParams:
         return self._requests[req_id].sampling_params
+
+    def pooling_params(self, req_id: str) -> PoolingParams | None:
+        return self._requests[req_id].pooling_params
 
     @property
     def wants_prompt_logprobs(self) -> bool:

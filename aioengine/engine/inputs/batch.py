@@ -1,4 +1,4 @@
-"""Many prompts at once, for `AsyncEngine.generate_batch`."""
+"""Many prompts at once, for `AsyncEngine.generate_batch` and `embed`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tqdm import tqdm
 from aioengine.checks.values import shorten
 from aioengine.engine.inputs.input_processor import Prompt
 from aioengine.engine.outputs.output_collector import OutputCollector
-from aioengine.errors import InvalidRequestError
-from aioengine.outputs import RequestOutput
+from aioengine.errors import AioEngineError, InvalidRequestError
+from aioengine.outputs import EmbeddingOutput, RequestOutput
 from aioengine.sampling_params import SamplingParams
 
 MAX_BATCH_PROMPTS = 1_000_000
@@ -22,32 +22,32 @@ MAX_BATCH_PROMPTS = 1_000_000
 
 
 def pair_up(
-    prompts: Iterable[Prompt], sampling_params: SamplingParams | Iterable[SamplingParams | None] | None
+    prompts: Iterable[Prompt], sampling_params: SamplingParams | Iterable[SamplingParams | None] | None, *, call: str
 ) -> list[tuple[Prompt, SamplingParams | None]]:
     """Each prompt with its parameters. Raises InvalidRequestError if `prompts` is no list of prompts or the lengths differ."""
     if isinstance(prompts, str):
-        raise InvalidRequestError("generate_batch() takes a list of prompts, got one text")
+        raise InvalidRequestError(f"{call} takes a list of prompts, got one text")
     if isinstance(prompts, Set):
-        raise InvalidRequestError(f"generate_batch() takes a list of prompts, got a {type(prompts).__name__}, which has no order")
-    items = _read(prompts, "prompts")
+        raise InvalidRequestError(f"{call} takes a list of prompts, got a {type(prompts).__name__}, which has no order")
+    items = _read(prompts, "prompts", call=call)
     if sampling_params is None or isinstance(sampling_params, SamplingParams):
         return [(prompt, sampling_params) for prompt in items]
-    params = _read(sampling_params, "sampling_params")
+    params = _read(sampling_params, "sampling_params", call=call)
     if len(params) != len(items):
         raise InvalidRequestError(f"there are {len(items)} prompts but {len(params)} sampling_params")
     return list(zip(items, params, strict=True))
 
 
-def _read(given: Any, name: str) -> list[Any]:
+def _read(given: Any, name: str, *, call: str) -> list[Any]:
     """The items of anything that can be gone through once, at most MAX_BATCH_PROMPTS."""
     if isinstance(given, (str, bytes, bytearray, memoryview, Mapping)) or not isinstance(given, Iterable):
-        raise InvalidRequestError(f"generate_batch(): {name} must be a list, got {shorten(given)}")
+        raise InvalidRequestError(f"{call}: {name} must be a list, got {shorten(given)}")
     try:
         items = list(itertools.islice(given, MAX_BATCH_PROMPTS + 1))
     except Exception as exc:  # the caller's own code
-        raise InvalidRequestError(f"generate_batch(): {name} cannot be read: {type(exc).__name__}: {exc}") from exc
+        raise InvalidRequestError(f"{call}: {name} cannot be read: {type(exc).__name__}: {exc}") from exc
     if len(items) > MAX_BATCH_PROMPTS:
-        raise InvalidRequestError(f"generate_batch() takes at most {MAX_BATCH_PROMPTS} {name}, got more")
+        raise InvalidRequestError(f"{call} takes at most {MAX_BATCH_PROMPTS} {name}, got more")
     return items
 
 
@@ -74,3 +74,11 @@ async def collect_batch(collectors: Sequence[OutputCollector], *, progress: bool
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def read_embedding(index: int, collector: OutputCollector, output: RequestOutput) -> EmbeddingOutput:
+    """What a request that has ended gave. Raises AioEngineError if that is no embedding."""
+    if collector.embedding is None:
+        end = output.outputs[0]
+        raise AioEngineError(f"prompt {index} has no embedding: {end.error or end.finish_reason}")
+    return EmbeddingOutput(collector.embedding, output.prompt_token_ids, output.num_cached_tokens)

@@ -65,6 +65,7 @@ class Submitter:
                 cache_salt=cache_salt,
                 block_hashes=processed.block_hashes,
                 num_external_blocks=processed.num_external_blocks,
+                pooling_params=processed.pooling_params,
             )
             for index, scheduled_id in enumerate(self._new_scheduled_ids(user_id, len(params)))
         ]

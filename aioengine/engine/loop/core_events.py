@@ -79,6 +79,7 @@ class CoreEvents:
                 prompt_token_ids=request.prompt_token_ids if publish_text else None,
                 cache_salt=request.cache_salt if publish_text else None,
                 sampling_params=request.sampling_params,
+                pooling_params=request.pooling_params,
                 num_external_blocks=request.num_external_blocks,
                 num_block_hashes=len(request.block_hashes),
             )

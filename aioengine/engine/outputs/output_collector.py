@@ -64,6 +64,7 @@ class OutputCollector:
         "_prompt_logprobs",
         "_prompt_token_ids",
         "_waiter",
+        "embedding",
         "is_ready",
         "request_id",
     )
@@ -81,6 +82,7 @@ class OutputCollector:
         num_completions: int = 1,
     ) -> None:
         self.request_id = request_id
+        self.embedding: list[float] | None = None  # of a request that wants one, when it has ended with "stop"
         self._prompt_token_ids = prompt_token_ids
         self._prompt = prompt
         self._prompt_logprobs: list[TokenLogprobs | None] | None = [None] if with_prompt_logprobs else None

@@ -276,6 +276,8 @@ class OutputProcessor:
         if stop_string is not None:
             live.collector.finish(live.index, "stop", now=now, stop_reason=stop_string)
             return RequestEnd(output.request_id, RequestStatus.FINISHED_STOPPED, stop_string)
+        if output.pooling_output is not None:
+            live.collector.embedding = output.pooling_output
         if output.finish_reason is not None:
             stop_reason = output.stop_reason if output.error is None else output.error
             live.collector.finish(live.index, output.finish_reason, now=now, stop_reason=stop_reason, error=output.error)
