@@ -47,7 +47,7 @@ class RmsNormArgs(ctypes.Structure):
     )
 
 
-class SiluMulArgs(ctypes.Structure):
+class GatedMulArgs(ctypes.Structure):
     _fields_ = (
         *(("isa", _I), ("num_threads", _I), ("m", _L), ("n", _L)),
         *(("gate_up", _P), ("ldx", _L), ("y", _P), ("ldy", _L)),
@@ -61,17 +61,19 @@ class Matrix(ctypes.Structure):
 class Layer(ctypes.Structure):
     _fields_ = (
         *((name, Matrix) for name in ("qkv", "output", "gate_up", "down")),
-        *((name, _P) for name in ("input_norm", "post_norm", "query_norm", "key_norm", "cache")),
+        *((name, _P) for name in ("input_norm", "post_norm", "query_norm", "key_norm")),
+        *((name, _P) for name in ("attention_out_norm", "mlp_out_norm", "cos_sin", "cache")),
     )
 
 
 class Step(ctypes.Structure):
     _fields_ = (
-        *((name, _P) for name in ("residual", "normed", "final_norm", "cos_sin", "positions", "slots")),
+        *((name, _P) for name in ("residual", "normed", "final_norm", "positions", "slots")),
         *((name, _P) for name in ("block_table", "seq_lens", "query_start_loc")),
         *((name, _L) for name in ("block_table_stride", "num_reqs", "m", "hidden", "window")),
         *((name, _F) for name in ("eps", "scale", "soft_cap")),
-        *((name, _I) for name in ("isa", "num_threads", "kv_type", "block_size", "num_heads", "num_kv_heads", "head_dim")),
+        *((name, _I) for name in ("isa", "num_threads", "kv_type", "block_size", "num_heads", "num_kv_heads")),
+        *(("head_dim", _I), ("activation", _I)),
     )
 
 
@@ -79,7 +81,7 @@ class PeakArgs(ctypes.Structure):
     _fields_ = (("isa", _I), ("kind", _I), ("num_threads", _I), ("repeats", _L), ("data", _P), ("bytes", _L))
 
 
-STRUCTURES = (CacheLayout, LinearArgs, AttentionArgs, RopeCacheArgs, RmsNormArgs, SiluMulArgs, Matrix, Layer, Step, PeakArgs)
+STRUCTURES = (CacheLayout, LinearArgs, AttentionArgs, RopeCacheArgs, RmsNormArgs, GatedMulArgs, Matrix, Layer, Step, PeakArgs)
 
 
 def declared_layout() -> dict[str, int]:

@@ -124,6 +124,16 @@ struct Decoder {
     kernels.rms_norm(&args);
   }
 
+  // Of what a layer is about to add to the residual, in place.
+  void norm_added(const Rows& rows, float* x, const float* weight) const {
+    RmsNormArgs args = {};
+    args.num_threads = rows.num_threads;
+    args.m = rows.count, args.n = s.hidden;
+    args.x = x, args.y = x, args.weight = weight, args.eps = s.eps;
+    args.ldx = args.ldy = s.hidden;
+    kernels.rms_norm(&args);
+  }
+
   CacheLayout cache(const Layer& layer) const { return {s.kv_type, s.block_size, s.num_kv_heads, s.head_dim, layer.cache}; }
 
   // From the normed residual to queries, and to keys and values in the cache.
@@ -135,7 +145,7 @@ struct Decoder {
     args.cache = cache(layer), args.num_heads = s.num_heads, args.num_threads = rows.num_threads, args.num_tokens = rows.count;
     args.query = qkv, args.key = qkv + query, args.value = qkv + query + key;
     args.query_stride = args.key_stride = args.value_stride = stride;
-    args.cos_sin = s.cos_sin, args.positions = s.positions + rows.first, args.slots = s.slots + rows.first;
+    args.cos_sin = layer.cos_sin, args.positions = s.positions + rows.first, args.slots = s.slots + rows.first;
     args.query_norm = layer.query_norm, args.key_norm = layer.key_norm, args.norm_eps = s.eps;
     kernels.rope_cache(&args);
   }
@@ -151,11 +161,12 @@ struct Decoder {
   }
 
   void gate(const Rows& rows, const float* gate_up, i64 ldx, float* y, i64 columns) const {
-    SiluMulArgs args = {};
+    GatedMulArgs args = {};
     args.num_threads = rows.num_threads;
     args.m = rows.count, args.n = columns;
     args.gate_up = gate_up, args.ldx = ldx, args.y = y, args.ldy = columns;
-    kernels.silu_mul(&args);
+    if (s.activation == kGelu) kernels.gelu_mul(&args);
+    else kernels.silu_mul(&args);
   }
 
   // From the queries, with all keys and values of this layer written, to the residual and its norm.
@@ -164,10 +175,12 @@ struct Decoder {
     float *first = wide(rows), *second = narrow(rows), *sum = added(rows);
     attend(layer, rows, first, stride, second, query);
     multiply(rows, layer.output, second, query, sum);
+    if (layer.attention_out_norm) norm_added(rows, sum, layer.attention_out_norm);
     norm(rows, sum, layer.post_norm);
     multiply(rows, layer.gate_up, normed(rows), s.hidden, first);
     gate(rows, first, rows_of(layer.gate_up), second, layer.down.k);
     multiply(rows, layer.down, second, layer.down.k, sum);
+    if (layer.mlp_out_norm) norm_added(rows, sum, layer.mlp_out_norm);
     norm(rows, sum, next_norm);
   }
 };
