@@ -34,7 +34,9 @@ def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_unknown_names_list_what_was_tried(cache: Path) -> None:
-    with pytest.raises(ModelError, match=r"unknown model 'smolm2'.*built-in alias \(gemma3-270m, smollm2\).*Hugging Face.*Did you mean \"smollm2\""):
+    with pytest.raises(
+        ModelError, match=r"unknown model 'smolm2'.*built-in alias \(gemma3-270m, smollm2\).*Hugging Face.*Did you mean \"smollm2\""
+    ):
         resolve_model("smolm2")
     with pytest.raises(ModelError, match=r"unknown model './nothing'") as caught:
         resolve_model("./nothing")

@@ -93,6 +93,19 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+_GEMMA3: dict[str, Any] = {
+    **_SHAPE,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+}
+_GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 
 
@@ -117,6 +130,10 @@ def cases() -> dict[str, Case]:
             transformers.Qwen2Config(**_SHAPE, use_sliding_window=True, sliding_window=9, max_window_layers=0),
             transformers.Qwen2ForCausalLM,
         ),
+        "gemma3": Case(transformers.Gemma3TextConfig(**_GEMMA3), transformers.Gemma3ForCausalLM),
+        "gemma3-linear": Case(
+            transformers.Gemma3TextConfig(**_GEMMA3, rope_parameters=_GEMMA3_ROPE, attention_bias=True), transformers.Gemma3ForCausalLM
+        ),
         "qwen3": Case(transformers.Qwen3Config(**_SHAPE, head_dim=32), transformers.Qwen3ForCausalLM),
         "qwen3-tied": Case(transformers.Qwen3Config(**_SHAPE, head_dim=16, tie_word_embeddings=True), transformers.Qwen3ForCausalLM),
     }
@@ -127,9 +144,10 @@ def random_model(case: Case) -> transformers.PreTrainedModel:
     torch.manual_seed(11)
     model: transformers.PreTrainedModel = case.model_class(case.config)
     model.eval()
+    from_one = isinstance(case.config, transformers.Gemma3TextConfig)  # it adds the 1 itself
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.15 + (1.0 if "norm" in name else 0.0))
+            parameter.copy_(torch.randn_like(parameter) * 0.15 + (1.0 if "norm" in name and not from_one else 0.0))
     return model
 
 

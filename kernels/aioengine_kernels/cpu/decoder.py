@@ -89,10 +89,7 @@ class NativeDecoder:
         self._num_layers = len(layers)
         self._parts: list[Matrix] = []  # what the `next` of the layers' matrices points to
         self._layers = (Layer * len(layers))(
-            *(
-                _layer_struct(layer, table, cache, fast, self._parts)
-                for layer, table, cache in zip(layers, tables, kv_caches, strict=True)
-            )
+            *(_layer_struct(layer, table, cache, fast, self._parts) for layer, table, cache in zip(layers, tables, kv_caches, strict=True))
         )
         self._fixed = {
             "final_norm": final_norm.data_ptr(),

@@ -39,8 +39,18 @@ def make_layers(
     return layers, dense
 
 
-def single_operations(kernels: CpuKernels, layers: list[LayerWeights], caches: list[torch.Tensor], final: torch.Tensor, x: torch.Tensor,
-                      step: dict[str, torch.Tensor], tables: list[torch.Tensor], positions: torch.Tensor, *, gelu: bool) -> torch.Tensor:  # fmt: skip
+def single_operations(
+    kernels: CpuKernels,
+    layers: list[LayerWeights],
+    caches: list[torch.Tensor],
+    final: torch.Tensor,
+    x: torch.Tensor,
+    step: dict[str, torch.Tensor],
+    tables: list[torch.Tensor],
+    positions: torch.Tensor,
+    *,
+    gelu: bool,
+) -> torch.Tensor:
     residual, f = x.clone(), SHAPE.cache_format
     normed = kernels.rms_norm(residual, layers[0].input_norm, eps=EPS)
     norms = [*(layer.input_norm for layer in layers[1:]), final]
