@@ -158,14 +158,15 @@ def load_reference(folder: Path, **options: Any) -> transformers.PreTrainedModel
 
 
 def reference_from_gguf(files: ModelFiles) -> transformers.PreTrainedModel:
-    """A Llama GGUF file as a transformers model in float32, read with the gguf package's own reader and names.
+    """A GGUF file of a Llama or a Gemma 3 as a transformers model in float32, read with the gguf package's own reader and names.
 
     (transformers reads GGUF weights only where accelerate is installed.)
     """
     config = transformers.AutoConfig.from_pretrained(files.folder)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    gemma = config.model_type == "gemma3_text"
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA3 if gemma else gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     stored = {tensor.name: tensor for path in files.weights for tensor in gguf.GGUFReader(path).tensors}
-    reference = transformers.LlamaForCausalLM(config)
+    reference = (transformers.Gemma3ForCausalLM if gemma else transformers.LlamaForCausalLM)(config)
     state: dict[str, torch.Tensor] = {}
     for name in reference.state_dict():
         key = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -173,7 +174,9 @@ def reference_from_gguf(files: ModelFiles) -> transformers.PreTrainedModel:
         assert tensor is not None, name
         weights = torch.from_numpy(np.array(gguf.dequantize(tensor.data, tensor.tensor_type)))
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
-        if heads:  # llama.cpp rotates neighbours, transformers halves
+        if gemma and name.endswith("norm.weight"):  # llama.cpp stores the 1 that transformers adds
+            weights -= 1.0
+        elif heads and not gemma:  # llama.cpp rotates neighbours, transformers halves
             weights = torch.cat([part.view(-1, 2, part.shape[1]).swapaxes(0, 1).flatten(0, 1) for part in weights.chunk(heads)])
         state[name] = weights
     reference.load_state_dict(state)
