@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from aioengine.errors import ModelError
+from aioengine.kv_cache_groups import group_layers, group_of_layers
 from aioengine.layers.activation import find_activation, known_activations
 from aioengine.layers.rope import RopeConfig
 
@@ -71,12 +72,21 @@ class DecoderConfig:
     output_bias: bool = False  # of the product after attention
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm on each query and key head, before the rotation
-    sliding_window: int | None = None
+    layer_windows: tuple[int | None, ...] = ()  # of each layer, in tokens, the query's own included; None: it sees everything; (): all None
     layer_ropes: tuple[RopeConfig, ...] = ()  # one for each layer, where they differ; else `rope` is that of all
     attention_scale: float | None = None  # of scores; None: 1 / sqrt(head_dim)
     embedding_scale: float = 1.0  # factor on embeddings, rounded to their dtype
     sandwich_norms: bool = False  # what attention and the MLP add to the residual is normalised, too
     norms_from_one: bool = False  # norm weights are stored as distances from 1, and kept in float32
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layer_windows", tuple(self.layer_windows) or (None,) * self.num_layers)
+        assert len(self.layer_windows) == self.num_layers, f"{len(self.layer_windows)} windows, {self.num_layers} layers"
+
+    @property
+    def layer_groups(self) -> tuple[int, ...]:
+        """The number of each layer's KV-cache group."""
+        return group_of_layers(group_layers(self.layer_windows))
 
     @property
     def rope_of_layers(self) -> tuple[RopeConfig, ...]:
@@ -91,15 +101,15 @@ def decoder_config(
     raw: Mapping[str, Any],
     *,
     defaults: Mapping[str, Any],
-    windows: Sequence[int | None] = (None,),
+    windows: Sequence[int | None] = (),
     scaled_positions: bool = True,
     **facts: Any,
 ) -> DecoderConfig:
     """Build a DecoderConfig from `raw`, the content of config.json.
 
     defaults: what the family's config class assumes for absent keys; null is no absence, and only some keys may be null.
-    windows: the sliding window of each layer, None: it sees everything. scaled_positions: rotary scaling reaches beyond
-    `max_position_embeddings`. facts: fields that the family derives itself.
+    windows: the sliding window of each layer; one that holds the longest sequence is none, and empty: no layer has one.
+    scaled_positions: rotary scaling reaches beyond `max_position_embeddings`. facts: fields that the family derives itself.
     Raises ModelError naming the key that is missing, impossible or not supported.
     """
     refuse_unsupported(raw)
@@ -132,7 +142,7 @@ def decoder_config(
         hidden_act=_activation(fields),
         rope=rope,
         tie_word_embeddings=flag(fields, "tie_word_embeddings"),
-        sliding_window=_common_window(windows, num_positions=num_positions),
+        layer_windows=(_common_window(windows or [None], num_positions=num_positions),) * positive(fields, "num_hidden_layers"),
         **facts,
     )
 

@@ -141,23 +141,29 @@ class Decoder(nn.Module):
         # By table where the backend rotates as it writes the keys; else the angles are gathered once for all layers.
         self.rotations: list[Callable[[torch.Tensor, torch.dtype], Rotation | PositionsInTable]]
         self.rotations = [rotary.places if backend.fuses_rope else rotary.gather for rotary in tables.distinct]
-        # The modules in the order they run, as plain attributes: no lookup through nn.Module in the loop below.
-        self.plan: list[tuple[DecoderLayer, RMSNorm, int]] = [
-            (layer, layer.input_layernorm, index)  # type: ignore[misc]
-            for layer, index in zip(self.layers, tables.of_layers, strict=True)
+        # The modules in the order they run, and which angles and KV-cache group they take, as plain attributes: no lookup through
+        # nn.Module in the loop below.
+        self.plan: list[tuple[DecoderLayer, RMSNorm, int, int]] = [
+            (layer, layer.input_layernorm, angles, group)  # type: ignore[misc]
+            for layer, angles, group in zip(self.layers, tables.of_layers, config.layer_groups, strict=True)
         ]
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, *, kv_caches: list[torch.Tensor], attention_metadata: AttentionBatch
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        kv_caches: list[torch.Tensor],
+        attention_metadata: tuple[AttentionBatch, ...],
     ) -> torch.Tensor:
         residual = self.embed_tokens.forward(input_ids)
         if self.embedding_scale != 1.0:
             residual = residual.mul_(self.embedding_scale)
         rotations = [rotation(positions, residual.dtype) for rotation in self.rotations]
         added: torch.Tensor | None = None
-        for (layer, norm, index), kv_cache in zip(self.plan, kv_caches, strict=True):
+        for (layer, norm, angles, group), kv_cache in zip(self.plan, kv_caches, strict=True):
             normed = norm.forward(residual) if added is None else norm.add_and_norm(added, residual)
-            added = layer.forward(normed, residual, rotations[index], kv_cache, attention_metadata)
+            added = layer.forward(normed, residual, rotations[angles], kv_cache, attention_metadata[group])
         assert added is not None  # a config has at least one layer
         return self.norm.add_and_norm(added, residual)
 
@@ -174,6 +180,7 @@ class DecoderForCausalLM(CausalLM):
         super().__init__()
         self.config = config
         self.num_layers = config.num_layers
+        self.layer_groups = config.layer_groups
         self.model = Decoder(config, attention_backend, dtype=dtype, device=device)
         if config.tie_word_embeddings:
             self.lm_head = self.model.embed_tokens
@@ -199,7 +206,7 @@ class DecoderForCausalLM(CausalLM):
         positions: torch.Tensor,
         *,
         kv_caches: list[torch.Tensor],
-        attention_metadata: AttentionBatch,
+        attention_metadata: tuple[AttentionBatch, ...],
     ) -> torch.Tensor:
         return self.model.forward(input_ids, positions, kv_caches=kv_caches, attention_metadata=attention_metadata)
 
