@@ -54,7 +54,7 @@ class Histogram:
         for index in sorted(self._counts):
             before += self._counts[index]
             if before > rank:
-                return 2.0 ** ((index + 0.5) / _CLASSES_A_DOUBLING)
+                return math.pow(2.0, (index + 0.5) / _CLASSES_A_DOUBLING)
         return None
 
 
