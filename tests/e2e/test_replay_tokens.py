@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 async def record_run(model: Path, path: Path, **options: Any) -> None:
     """Greedy and drawn tokens, log-probabilities, a grammar, a second turn from the prefix cache, an abort, preemptions."""
-    small = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 96, "block_size": 8, "num_kv_cache_blocks": 17}
+    small = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 96, "block_size": 16, "num_kv_cache_blocks": 10}
     async with AsyncEngine(str(model), seed=3, record=path, publish_text=True, **{**small, **options}) as engine:
 
         async def one(index: int) -> None:

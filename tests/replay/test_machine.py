@@ -60,13 +60,14 @@ def _run(machine: type[RecordedMachine], *, max_examples: int) -> None:
             suppress_health_check=list(HealthCheck),
             phases=phases,
             database=None,
+            derandomize=True,
         ),
     )
 
 
 def test_what_the_machine_did_runs_again_here_and_in_a_process_with_other_hash_seeds(tmp_path: Path) -> None:
-    _run(RecordedMachine, max_examples=30)
-    assert RecordedMachine.num_steps > 500
+    _run(RecordedMachine, max_examples=60)
+    assert RecordedMachine.num_steps > 400
     assert RecordedMachine.num_preemptions > 20
     paths = []
     for include_prompts, lines in RecordedMachine.longest.items():
@@ -84,4 +85,4 @@ def test_what_the_machine_did_runs_again_here_and_in_a_process_with_other_hash_s
 @pytest.mark.slow
 def test_hundreds_of_the_machines_runs_run_again() -> None:
     _run(RecordedMachine, max_examples=400)
-    assert RecordedMachine.num_steps > 10_000
+    assert RecordedMachine.num_steps > 5000

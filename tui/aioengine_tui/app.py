@@ -133,8 +133,6 @@ class DashboardApp(ControlActions, App[None]):
         self.view.focus()
         self._set_timer()
         self._consumer = self.run_worker(self._consume(), name="consume", exit_on_error=True)
-        if self._verify_at_once:
-            self.call_later(self.action_verify)
 
     async def on_unmount(self) -> None:
         # Textual cancels workers but does not wait for them; the source is to be closed before the event loop is.
@@ -148,6 +146,8 @@ class DashboardApp(ControlActions, App[None]):
         last_pause = time.monotonic()
         try:
             async with self.source as source:
+                if self._verify_at_once:
+                    await self.action_verify()
                 async for item in source:
                     self.session.live.apply(item)
                     if time.monotonic() - last_pause > 0.02:  # a source that always has the next item must not starve the keys
