@@ -159,6 +159,27 @@ class Completion(msgspec.Struct, kw_only=True):
     usage: Usage | UnsetType = UNSET
 
 
+# ------------------------------------------------------------------ embeddings
+class Embedding(msgspec.Struct, kw_only=True):
+    """embedding: numbers, or where the request asks for it, their float32 bytes in base64."""
+
+    index: int
+    embedding: list[float] | str
+    object: Literal["embedding"] = "embedding"
+
+
+class EmbeddingUsage(msgspec.Struct, kw_only=True):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(msgspec.Struct, kw_only=True):
+    model: str
+    data: list[Embedding]
+    usage: EmbeddingUsage
+    object: Literal["list"] = "list"
+
+
 # ------------------------------------------------------------------ the rest
 class ModelCard(msgspec.Struct, kw_only=True):
     id: str

@@ -17,6 +17,7 @@ from aioengine.engine.async_engine import AsyncEngine
 from aioengine.server.auth import Gate
 from aioengine.server.chat import ChatCompletions
 from aioengine.server.completions import Completions
+from aioengine.server.embeddings import EmbeddingsEndpoint
 from aioengine.server.errors import Problem, anthropic_error, error_at, error_response
 from aioengine.server.leaving import keep_direct
 from aioengine.server.messages import Messages
@@ -75,7 +76,7 @@ class _App(Starlette):
 def routes(service: Service) -> list[Route]:
     """Every path, and who answers it. What it takes and gives is written down in `openapi.OPERATIONS`."""
     chat, completions, models = ChatCompletions(service), Completions(service), Models(service)
-    responses, messages = Responses(service), Messages(service)
+    responses, messages, embeddings = Responses(service), Messages(service), EmbeddingsEndpoint(service)
     return [
         *_posts(service, "/v1/chat/completions", ChatCompletionRequest, chat.answer),
         *_posts(service, "/v1/completions", CompletionRequest, completions.answer),
@@ -86,7 +87,7 @@ def routes(service: Service) -> list[Route]:
         Route("/v1/responses/{response_id}/input_items", responses.input_items),
         *_posts(service, "/v1/messages", MessagesRequest, messages.answer, anthropic_error),
         *_posts(service, "/v1/messages/count_tokens", CountTokensRequest, messages.count_tokens, anthropic_error),
-        *_posts(service, "/v1/embeddings", EmbeddingRequest, models.embeddings),
+        *_posts(service, "/v1/embeddings", EmbeddingRequest, embeddings.answer),
         Route("/v1/models", models.list),
         Route("/v1/models/{name:path}", models.show),
         *_posts(service, "/tokenize", TokenizeRequest, models.tokenize),

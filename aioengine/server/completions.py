@@ -44,7 +44,7 @@ class Completions:
 
     async def answer(self, request: CompletionRequest) -> Response:
         """Raises InvalidRequestError, RequestError and what the engine raises, before the status line."""
-        prompts = _prompts(request.prompt, add_special_tokens=request.add_special_tokens is not False)
+        prompts = read_prompts(request.prompt, add_special_tokens=request.add_special_tokens is not False)
         if request.suffix:
             raise RequestError(400, "suffix is not supported: these models continue a text, they do not fill a gap", param="suffix")
         n = 1 if request.n is None else request.n
@@ -187,21 +187,21 @@ def _params(request: CompletionRequest) -> SamplingParams:
     )
 
 
-def _prompts(prompt: Any, *, add_special_tokens: bool) -> list[TextPrompt | list[int]]:
-    """One prompt or several: text, token ids, a list of texts, a list of lists of token ids. Raises RequestError."""
-    if isinstance(prompt, str):
-        return [TextPrompt(prompt, add_special_tokens)]
-    if not isinstance(prompt, list) or not prompt:
-        raise RequestError(400, "prompt must be text, token ids, or a list of either", param="prompt")
-    if all(type(item) is int for item in prompt):
-        return [prompt]
-    if len(prompt) > MAX_NUM_PROMPTS:
-        raise RequestError(400, f"prompt holds {len(prompt)} prompts, at most {MAX_NUM_PROMPTS} are allowed", param="prompt")
-    for index, item in enumerate(prompt):
+def read_prompts(given: Any, *, add_special_tokens: bool, field: str = "prompt") -> list[TextPrompt | list[int]]:
+    """One prompt or several: text, token ids, a list of texts, a list of lists of token ids. Raises RequestError naming `field`."""
+    if isinstance(given, str):
+        return [TextPrompt(given, add_special_tokens)]
+    if not isinstance(given, list) or not given:
+        raise RequestError(400, f"{field} must be text, token ids, or a list of either", param=field)
+    if all(type(item) is int for item in given):
+        return [given]
+    if len(given) > MAX_NUM_PROMPTS:
+        raise RequestError(400, f"{field} holds {len(given)} prompts, at most {MAX_NUM_PROMPTS} are allowed", param=field)
+    for index, item in enumerate(given):
         is_ids = isinstance(item, list) and item and all(type(token_id) is int for token_id in item)
         if not isinstance(item, str) and not is_ids:
-            raise RequestError(400, f"prompt[{index}] must be text or token ids", param="prompt")
-    return [TextPrompt(item, add_special_tokens) if isinstance(item, str) else item for item in prompt]
+            raise RequestError(400, f"{field}[{index}] must be text or token ids", param=field)
+    return [TextPrompt(item, add_special_tokens) if isinstance(item, str) else item for item in given]
 
 
 async def _last_of_all(started: Sequence[Started]) -> list[RequestOutput]:

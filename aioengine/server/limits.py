@@ -13,7 +13,7 @@ from aioengine.server.interruption import Interruption
 
 MAX_NUM_CONTAINERS = 1 << 18
 MAX_NUM_ITEMS = 1 << 14
-_TOKEN_FIELDS = frozenset({"prompt", "tokens", "allowed_token_ids"})
+_TOKEN_FIELDS = frozenset({"prompt", "input", "tokens", "allowed_token_ids"})
 
 
 def check_num_values(body: bytes) -> None:

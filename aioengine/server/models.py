@@ -14,7 +14,7 @@ from aioengine.server.answers import Load, ModelCard, ModelList, Text, Tokens, V
 from aioengine.server.chat import functions_of
 from aioengine.server.errors import Problem, RequestError, error_response, json_response
 from aioengine.server.messages_in import chat_messages
-from aioengine.server.protocol import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
+from aioengine.server.protocol import DetokenizeRequest, TokenizeRequest
 from aioengine.server.service import Service, off_loop
 from aioengine.server.tools import tool_use
 
@@ -63,10 +63,6 @@ class Models:
         """What Prometheus scrapes."""
         content, media_type = self._service.started_metrics().render()
         return Response(content, headers={"content-type": media_type})
-
-    async def embeddings(self, body: EmbeddingRequest) -> Response:
-        name = self._service.model_name
-        raise RequestError(400, f"{name} generates text: it has no pooling layer, so there are no embeddings", param="model")
 
     async def tokenize(self, body: TokenizeRequest) -> Response:
         """Raises RequestError and InvalidRequestError."""

@@ -68,7 +68,7 @@ OPERATIONS = (
         messages_protocol.TokenCount,
         error=messages_protocol.MessagesError,
     ),
-    Operation("/v1/embeddings", "post", "Refused: the model has no pooling layer", protocol.EmbeddingRequest),
+    Operation("/v1/embeddings", "post", "Texts to vectors", protocol.EmbeddingRequest, answers.Embeddings),
     Operation("/v1/models", "get", "What is served", answer=answers.ModelList),
     Operation("/v1/models/{name}", "get", "One model", answer=answers.ModelCard),
     Operation("/tokenize", "post", "Text or a chat to token ids", protocol.TokenizeRequest, answers.Tokens),

@@ -175,6 +175,12 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True):
-    """Refused, whatever it says."""
+    """OpenAI's fields, and how a text becomes a vector: see `AsyncEngine.embed`."""
 
+    input: Annotated[Any, _noted(anyOf=list(_PROMPT_FORMS))]
     model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int | None, _noted(enum=[None])] = None
+    pooling: Literal["mean", "last"] | None = None
+    normalize: bool | None = None
+    add_special_tokens: bool | None = None

@@ -115,7 +115,9 @@ def errors(client: Any) -> None:
     assert exc.param == "model"
     exc = refused(openai.BadRequestError, lambda: client.chat.completions.create(model=MODEL, messages=ASK, temperature=-1))
     assert "temperature" in str(exc)
-    refused(openai.BadRequestError, lambda: client.embeddings.create(model=MODEL, input="x"))
+    vectors = client.embeddings.create(model=MODEL, input=["x", "a longer text"]).data  # asks for base64
+    assert [item.index for item in vectors] == [0, 1], vectors
+    assert all(isinstance(number, float) for item in vectors for number in item.embedding), vectors
 
 
 async def asynchronous() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import socket
+import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -51,9 +53,31 @@ async def test_tokens_and_texts_are_each_other_s(served: Any) -> None:
         await served.post("/detokenize", {"tokens": bad}, status=400)
 
 
-async def test_embeddings_are_refused_by_name(served: Any) -> None:
-    error = await served.post("/v1/embeddings", {"model": "fake", "input": "x"}, status=400)
-    assert "embeddings" in error["error"]["message"]
+async def test_embeddings_of_texts_and_token_ids(served: Any) -> None:
+    """The fake engine's vectors are the number of tokens and their mean."""
+    answer = await served.post("/v1/embeddings", {"model": "fake", "input": ["ab", [5, 6, 7]]})
+    assert [(item["index"], item["object"]) for item in answer["data"]] == [(0, "embedding"), (1, "embedding")]
+    assert answer["data"][1]["embedding"] == [3.0, 6.0]
+    num_tokens = answer["data"][0]["embedding"][0] + 3
+    assert answer["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    coded = await served.post("/v1/embeddings", {"input": [5, 6, 7], "encoding_format": "base64"})
+    assert struct.unpack("<2f", base64.b64decode(coded["data"][0]["embedding"])) == (3.0, 6.0)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"input": []}, "input must be text, token ids, or a list of either"),
+        ({"input": ["a", 5]}, r"input[1] must be text or token ids"),
+        ({"input": "a", "dimensions": 64}, "dimensions is not supported"),
+        ({"input": "a", "pooling": "max"}, "pooling"),
+        ({"input": [5, 10**9]}, "not in the vocabulary"),
+        ({}, "input"),
+    ],
+)
+async def test_what_cannot_be_embedded_is_refused_by_name(served: Any, body: dict[str, Any], message: str) -> None:
+    error = await served.post("/v1/embeddings", body, status=400)
+    assert message in error["error"]["message"]
 
 
 @pytest.mark.parametrize(("path", "status"), [("/nothing", 404), ("/v1/completions", 405), ("/v1", 404), ("/docs", 404)])
