@@ -122,7 +122,8 @@ class BlockOracle:
             for group, table in zip(self.groups, tables, strict=True):
                 window = group.sliding_window or MAX_MODEL_LEN
                 seen = self.next_position[request.request_id] - window + 1
-                indices = {p // self.block_size for p in range(self.num_positions[request.request_id]) if p >= seen}
+                num_slots = -(-self.num_positions[request.request_id] // self.block_size) * self.block_size
+                indices = {position // self.block_size for position in range(num_slots) if position >= seen}
                 assert {index for index, block_id in enumerate(table) if block_id} == indices, (request, group, table)
                 held += filter(None, table)
         pool = self.scheduler.kv_cache_manager.block_pool
