@@ -11,10 +11,23 @@ from typing import Any
 from aioengine import AsyncEngine, SamplingParams
 from aioengine.engine.async_engine import AsyncEngine as Engine
 from aioengine.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
-from aioengine.testing import FakeExecutor, FakeTokenizer, in_virtual_time, scripted
+from aioengine.testing import FakeExecutor, FakeTokenizer, in_virtual_time, make_model_info, scripted
+from aioengine.testing.tokens import default_next_token
 from tests.tui.runs import run_workload, settle
 
-KINDS = ("plain", "text_free", "guesses", "guesses_text_free", "priority", "structured", "one_step", "no_prefix_cache")
+KINDS = (
+    "plain",
+    "text_free",
+    "guesses",
+    "guesses_text_free",
+    "priority",
+    "structured",
+    "one_step",
+    "no_prefix_cache",
+    "groups",
+    "groups_text_free",
+    "guesses_groups",
+)
 
 
 def make_engine(kind: str, path: Path) -> AsyncEngine:
@@ -33,10 +46,14 @@ def make_engine(kind: str, path: Path) -> AsyncEngine:
         options["async_scheduling"] = False
     if kind == "no_prefix_cache":
         options["enable_prefix_caching"] = False
-    executor = (
-        FakeExecutor(num_blocks=36, block_size=4, forward_s=0.0005, in_loop=True, next_token=scripted("abcabcabcabc", then=97))
-        if kind.startswith("guesses")
-        else FakeExecutor(num_blocks=36, block_size=4, forward_s=0.0005, in_loop=True)
+    windows = (None, 30, 30, 9) if "groups" in kind else (None,)
+    executor = FakeExecutor(
+        num_blocks=1 + 35 * len(windows) * 2 // 3 if len(windows) > 1 else 36,
+        block_size=4,
+        forward_s=0.0005,
+        in_loop=True,
+        next_token=scripted("abcabcabcabc", then=97) if kind.startswith("guesses") else default_next_token,
+        model_info=make_model_info(layer_windows=windows),
     )
     return AsyncEngine(executor=executor, tokenizer=FakeTokenizer(), record=path, **options)
 
