@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from aioengine.config import CacheConfig
-from aioengine.core.block_hash import BlockHash, hash_block, in_group, root_hash, salt_bytes, short_hash
+from aioengine.core.block_hash import BlockHash, hash_block, in_group, names_in_group, root_hash, salt_bytes, short_hash
 from aioengine.core.block_pool import NULL_BLOCK_ID, BlockPool
 from aioengine.core.group_managers import make_group_managers
 from aioengine.core.prefix_cache_stats import PrefixCacheStats
@@ -93,7 +93,7 @@ class KVCacheManager:
         Where a window moves on while they are computed, the most at any time.
         """
         num_computed_tokens = len(computed[0]) * self.block_size
-        hits = _held(computed)
+        hits = self._held(computed)
         num_blocks = sum(
             group.max_num_blocks(
                 num_tokens,
@@ -118,7 +118,7 @@ class KVCacheManager:
         new_block_ids: tuple[list[int], ...] = ()
         if num_hits or num_tokens > len(request.block_ids[0]) * self.block_size:
             num_new_blocks = -(-num_tokens // self.block_size) - len(request.block_ids[0]) - num_hits
-            hits = _held(computed)
+            hits = self._held(computed)
             if num_new_blocks * len(self.groups) + self._num_free_among(hits) > self.block_pool.num_free_blocks:
                 return None
             self.block_pool.touch(hits)
@@ -161,12 +161,14 @@ class KVCacheManager:
         if num_full_blocks <= request.num_cached_blocks:
             return
         self._extend_block_hashes(request, num_full_blocks)
-        hashes = request.block_hashes
-        for index in range(request.num_cached_blocks, num_full_blocks):
-            parent_hash = hashes[index - 1] if index else None
-            for group_id, table in enumerate(request.block_ids):
-                if table[index] != NULL_BLOCK_ID:  # a window can leave a block behind before its tokens are known
-                    self.block_pool.register(table[index], in_group(hashes[index], group_id), parent_hash=parent_hash)
+        start, hashes, register = request.num_cached_blocks, request.block_hashes, self.block_pool.register
+        parent_hash = hashes[start - 1] if start else None
+        for group_id, table in enumerate(request.block_ids):
+            parent = parent_hash
+            for block_id, block_hash in zip(table[start:num_full_blocks], hashes[start:num_full_blocks], strict=True):
+                if block_id != NULL_BLOCK_ID:  # a window can leave a block behind before its tokens are known
+                    register(block_id, in_group(block_hash, group_id) if group_id else block_hash, parent_hash=parent)
+                parent = block_hash
         request.num_cached_blocks = num_full_blocks
 
     def record_prefix_cache_lookup(self, request: Request, *, num_hits: int) -> None:
@@ -186,7 +188,7 @@ class KVCacheManager:
         """Let go of all blocks of a request. Their content stays findable until they are allocated anew."""
         tables = request.block_ids
         # Side by side: what comes first in a prefix is worth more than what comes later, in whichever group.
-        self.block_pool.free(tables[0] if len(tables) == 1 and not self.has_windows else _held(zip(*tables, strict=True)))
+        self.block_pool.free(self._held(tables if len(tables) == 1 else list(zip(*tables, strict=True))))
         request.block_ids = self.make_tables()
         request.num_cached_blocks = 0
 
@@ -197,12 +199,18 @@ class KVCacheManager:
         was preempted while its trouble was not known yet. So they are found by their content.
         """
         for group_id in range(len(self.groups)):
-            self.block_pool.forget(in_group(block_hash, group_id) for block_hash in request.block_hashes)
+            self.block_pool.forget(names_in_group(request.block_hashes, group_id))
         request.num_cached_blocks = 0
 
     def take_block_ids_to_zero(self) -> list[int]:
         block_ids, self._block_ids_to_zero = self._block_ids_to_zero, []
         return block_ids
+
+    def _held(self, tables: Sequence[Sequence[int]]) -> Sequence[int]:
+        """The blocks of tables, without the null block."""
+        if len(tables) == 1 and not self.has_windows:
+            return tables[0]
+        return [block_id for table in tables for block_id in table if block_id != NULL_BLOCK_ID]
 
     def _num_free_among(self, block_ids: Sequence[int]) -> int:
         ref_cnt = self.block_pool.ref_cnt
@@ -236,8 +244,3 @@ class KVCacheManager:
             start = len(hashes) * self.block_size
             parent, extra = (hashes[-1], b"") if hashes else (self._root_hash, salt_bytes(cache_salt))
             hashes.append(hash_block(parent, token_ids[start : start + self.block_size], extra=extra))
-
-
-def _held(tables: Iterable[Iterable[int]]) -> list[int]:
-    """The blocks of tables, without the null block."""
-    return [block_id for table in tables for block_id in table if block_id != NULL_BLOCK_ID]
