@@ -113,29 +113,43 @@ class KVCacheManager:
         `computed` are cache hits to take over first (for a request without blocks). Returns the ids of the blocks added after
         those, a list for each group, or () where none was needed; None, with nothing changed, if there are not enough free ones.
         """
-        num_hits = len(computed[0]) if computed else 0
-        num_tokens = request.num_computed_tokens + num_hits * self.block_size + num_new_tokens
-        new_block_ids: tuple[list[int], ...] = ()
-        if num_hits or num_tokens > len(request.block_ids[0]) * self.block_size:
-            num_new_blocks = -(-num_tokens // self.block_size) - len(request.block_ids[0]) - num_hits
-            hits = self._held(computed)
-            if num_new_blocks * len(self.groups) + self._num_free_among(hits) > self.block_pool.num_free_blocks:
+        num_tokens = request.num_computed_tokens + num_new_tokens
+        new_block_ids: tuple[list[int], ...] | None = ()
+        if computed:
+            num_tokens += len(computed[0]) * self.block_size
+        if computed or num_tokens > len(request.block_ids[0]) * self.block_size:
+            new_block_ids = self._add_blocks(request, -(-num_tokens // self.block_size), computed)
+            if new_block_ids is None:
                 return None
-            self.block_pool.touch(hits)
-            if num_hits:
-                for table, found in zip(request.block_ids, computed, strict=True):
-                    table += found
-                request.num_cached_blocks += num_hits
-            new_block_ids = tuple(self.block_pool.allocate(num_new_blocks) for _ in self.groups)
-            for table, added in zip(request.block_ids, new_block_ids, strict=True):
-                table += added
-                if self._zero_new_blocks:
-                    self._block_ids_to_zero += added
         if num_tokens >= (request.num_cached_blocks + 1) * self.block_size:  # else no block has become full
             # Registered before the forward has run: the worker runs steps in order, so whoever finds a block here reads
             # it in this step, after the writes of every layer, or in a later one.
             self.cache_blocks(request, num_tokens)
         return new_block_ids
+
+    def _add_blocks(self, request: Request, length: int, computed: Sequence[Sequence[int]]) -> tuple[list[int], ...] | None:
+        """Make the tables `length` blocks long: by cache hits, and by new blocks, which are returned; None: there are not enough."""
+        pool, tables = self.block_pool, request.block_ids
+        num_new_blocks, num_wanted = length - len(tables[0]), 0
+        if computed:
+            hits = self._held(computed)
+            num_new_blocks -= len(computed[0])
+            num_wanted = self._num_free_among(hits)
+        if num_wanted + num_new_blocks * len(tables) > pool.num_free_blocks:
+            return None
+        if computed:
+            pool.touch(hits)
+            for table, found in zip(tables, computed, strict=True):
+                table += found
+            request.num_cached_blocks += len(computed[0])
+        new_block_ids = []
+        for table in tables:
+            added = pool.allocate(num_new_blocks)
+            table += added
+            new_block_ids.append(added)
+            if self._zero_new_blocks:
+                self._block_ids_to_zero += added
+        return tuple(new_block_ids)
 
     def free_behind_windows(self, request: Request) -> None:
         """Let go of the blocks that nothing sees which is computed after what has been scheduled.
@@ -161,14 +175,13 @@ class KVCacheManager:
         if num_full_blocks <= request.num_cached_blocks:
             return
         self._extend_block_hashes(request, num_full_blocks)
-        start, hashes, register = request.num_cached_blocks, request.block_hashes, self.block_pool.register
-        parent_hash = hashes[start - 1] if start else None
+        start, hashes = request.num_cached_blocks, request.block_hashes
         for group_id, table in enumerate(request.block_ids):
-            parent = parent_hash
-            for block_id, block_hash in zip(table[start:num_full_blocks], hashes[start:num_full_blocks], strict=True):
+            for index in range(start, num_full_blocks):
+                block_id = table[index]
                 if block_id != NULL_BLOCK_ID:  # a window can leave a block behind before its tokens are known
-                    register(block_id, in_group(block_hash, group_id) if group_id else block_hash, parent_hash=parent)
-                parent = block_hash
+                    name = in_group(hashes[index], group_id) if group_id else hashes[index]
+                    self.block_pool.register(block_id, name, parent_hash=hashes[index - 1] if index else None)
         request.num_cached_blocks = num_full_blocks
 
     def record_prefix_cache_lookup(self, request: Request, *, num_hits: int) -> None:
