@@ -274,12 +274,14 @@ class BlocksView(View):
 
 def _counts(state: DashboardState, width: int) -> Line:
     blocks = state.blocks
-    counts = (
+    counts = [
         ("used", f"{blocks.num_used}/{blocks.num_blocks} ({percent(blocks.num_used / blocks.num_blocks)})"),
         ("shared", str(blocks.num_shared)),
         ("free", f"{blocks.num_free} ({blocks.num_free_cached} cached)"),
         ("evicted" if state.totals.origin == "engine" else "evicted since attach", str(state.totals.num_evicted_blocks)),
-    )
+    ]
+    if len(state.groups) > 1:
+        counts.append(("by group", " ".join(str(len(blocks.owned_by_group(group_id))) for group_id in range(len(state.groups)))))
     return pack([[Part(f"{label} ", "muted"), Part(value, "value")] for label, value in counts], width)[0]
 
 
