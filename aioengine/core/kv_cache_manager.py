@@ -75,10 +75,14 @@ class KVCacheManager:
             return self.make_tables()
         length = (request.num_tokens - 1) // self.block_size
         self._extend_block_hashes(request, length)
+        return self.find_hits(request.block_hashes, length)
+
+    def find_hits(self, block_hashes: Sequence[BlockHash], length: int) -> tuple[list[int], ...]:
+        """The tables of the longest prefix, of at most `length` blocks, that every group can serve."""
         while True:
             tables: list[list[int]] = []
             for manager in self._managers:
-                tables += manager.find_hits(request.block_hashes, length)
+                tables += manager.find_hits(block_hashes, length)
                 length = len(tables[-1])
             if all(len(table) == length for table in tables):
                 return tuple(tables)
