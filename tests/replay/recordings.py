@@ -24,6 +24,7 @@ KINDS = (
     "structured",
     "one_step",
     "no_prefix_cache",
+    "demo",
     "groups",
     "groups_text_free",
     "guesses_groups",
@@ -46,9 +47,12 @@ def make_engine(kind: str, path: Path) -> AsyncEngine:
         options["async_scheduling"] = False
     if kind == "no_prefix_cache":
         options["enable_prefix_caching"] = False
-    windows = (None, 30, 30, 9) if "groups" in kind else (None,)
+    windows: tuple[int | None, ...] = (None,)
+    num_blocks = 40 if kind == "demo" else 36
+    if "groups" in kind:
+        windows, num_blocks = (None, 30, 30, 9), 94
     executor = FakeExecutor(
-        num_blocks=1 + 35 * len(windows) * 2 // 3 if len(windows) > 1 else 36,
+        num_blocks=num_blocks,
         block_size=4,
         forward_s=0.0005,
         in_loop=True,
@@ -98,8 +102,8 @@ async def make_recording(kind: str, path: Path) -> None:
     engine = make_engine(kind, path)
     executor = engine._life.executor
     assert isinstance(executor, FakeExecutor)
-    executor.fail_request("r2", num_output_tokens=2)
+    executor.fail_request("r2" if kind != "demo" else "r10", num_output_tokens=2)
     async with engine:
         with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.gather(run_workload(engine, num_requests=24), _own_traffic(engine, kind))
+            await asyncio.gather(run_workload(engine, num_requests=150 if kind == "demo" else 24), _own_traffic(engine, kind))
         await settle(engine)
