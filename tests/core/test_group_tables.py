@@ -185,6 +185,18 @@ def test_who_comes_back_takes_only_what_its_window_sees() -> None:
     assert [index for index, block_id in enumerate(windowed) if block_id] == [5, 6, 7], "position 28 sees 21 to 28"
 
 
+def test_what_a_failed_request_computed_is_found_in_no_group() -> None:
+    scheduler = make(FULL_AND_WINDOW, num_blocks=40)
+    request = make_request(range(30), max_tokens=4)
+    scheduler.add_request(request)
+    out = scheduler.schedule()
+    assert out is not None
+    assert scheduler.make_stats().num_cached_blocks == 14
+    ids = [request.request_id]
+    scheduler.update_from_output(out, ModelRunnerOutput(ids, {ids[0]: 0}, [[]], failed_req_ids={ids[0]: "NaN"}))
+    assert scheduler.make_stats().num_cached_blocks == 0
+
+
 # ---------------------------------------------------------------------------------------------------- what does not fit
 def test_a_pool_without_a_block_for_each_group_is_refused_in_a_line() -> None:
     with pytest.raises(
