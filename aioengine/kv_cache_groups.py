@@ -72,3 +72,21 @@ def longest_request(groups: Sequence[KVCacheGroup], num_blocks: int, *, block_si
         return num_blocks_of_request(groups, num_tokens, block_size=block_size, max_step_tokens=max_step_tokens)
 
     return bisect_right(range(limit + 1), num_blocks, key=blocks_of) - 1
+
+
+def group_of_layers(groups: Sequence[KVCacheGroup]) -> tuple[int, ...]:
+    """The number of each layer's group."""
+    return _by_layer(groups, [[number] * len(group.layers) for number, group in enumerate(groups)])
+
+
+def place_of_layers(groups: Sequence[KVCacheGroup]) -> tuple[int, ...]:
+    """Each layer's place in its group: which of the caches it shares with the layers at that place in other groups."""
+    return _by_layer(groups, [range(len(group.layers)) for group in groups])
+
+
+def _by_layer(groups: Sequence[KVCacheGroup], values: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """`values` has the form of the groups' layers."""
+    found: dict[int, int] = {}
+    for group, of_group in zip(groups, values, strict=True):
+        found.update(zip(group.layers, of_group, strict=True))
+    return tuple(found[layer] for layer in range(len(found)))
