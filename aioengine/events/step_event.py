@@ -17,8 +17,8 @@ from aioengine.sampling_params import SamplingParams
 SCHEMA_VERSION = 5
 """1: until 0.1. 2: `approximate`. 3: the engine's totals, the last step in a snapshot, why admission stopped, the order of the free
 queue, parent hashes, when masks were computed. 4: all that a recording needs to be run again: the calls of the scheduler in their
-order, sampled tokens, prompts or else block hashes, what the engine ran on. 5: tables of several KV-cache groups. Older lines lack
-fields that have a default."""
+order, sampled tokens, prompts or else block hashes, what the engine ran on. 5: tables of several KV-cache groups, blocks that
+a KV connector loads and keeps, requests for embeddings. Older lines lack fields that have a default."""
 
 SchedulerCall = Literal["add", "finish", "reset", "reset_running", "schedule", "update", "ended", "loaded"]
 """A call of the scheduler: `add_request()` with the next of an event's `added`; `finish_requests()` with the next of its

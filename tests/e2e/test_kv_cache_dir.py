@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -133,17 +133,20 @@ async def test_others_run_while_a_slow_disk_reads(tiny_model: Path, tmp_path: Pa
         (expected,) = await answers(engine, [prompt])
     real = file_store.read_block
 
-    def read_slowly(*args: Any, **options: Any) -> bytes | None:
-        time.sleep(0.1)
+    turns = threading.Event()
+
+    def read_when_told(*args: Any, **options: Any) -> bytes | None:
+        assert turns.wait(60)
         return real(*args, **options)
 
-    monkeypatch.setattr(file_store, "read_block", read_slowly)
+    monkeypatch.setattr(file_store, "read_block", read_when_told)
     async with engine_for(tiny_model, tmp_path) as engine:
         waiting = asyncio.create_task(answers(engine, [prompt]))
         while not engine.stats().num_loading_reqs:  # noqa: ASYNC110  # the engine has no event for it
             await asyncio.sleep(0)
         await answers(engine, [other])
         assert engine.stats().num_loading_reqs == 1, "it still waits, and the other one is done"
+        turns.set()
         (output,) = await waiting
     assert tokens([output]) == tokens([expected])
 
