@@ -130,7 +130,7 @@ def test_a_recorded_simulation_can_be_watched_and_run_again(tmp_path: Path) -> N
     again = from_recording(recording)
     assert [(a.prompt_len, a.max_tokens) for a in again.arrivals] == [(a.prompt_len, a.max_tokens) for a in arrivals]
     assert [a.time for a in again.arrivals] == pytest.approx([a.time for a in arrivals])
-    cost, host, error = fit(recording.events)
+    cost, host, error = fit(recording)
     assert error < 0.01, "the costs of a simulation are exactly of this form"
     assert host == pytest.approx(HostCost()) or host.schedule_s < 1e-9
     assert cost((1, 100, 1, 1, 5050, 100)) == pytest.approx(0.02, rel=0.05)
