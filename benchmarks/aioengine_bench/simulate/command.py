@@ -19,7 +19,7 @@ from aioengine_bench.datasets import load_dataset
 from aioengine_bench.load import LoadResult
 from aioengine_bench.metrics import percentile_name
 from aioengine_bench.results import check_saving, environment, save_result, timestamp, with_metadata
-from aioengine_bench.serve import default_file_name, due_times, make_result
+from aioengine_bench.serve import default_file_name, describe_reasons, due_times, make_result
 from aioengine_bench.settings import ServeSettings
 from aioengine_bench.simulate.arrivals import Arrival, block_hashes
 from aioengine_bench.simulate.cost import HostCost, StepCost, fit, roofline
@@ -59,6 +59,10 @@ def run_simulate(settings: SimulateSettings, serve: ServeSettings) -> None:
     out = console.output_stream(stdout_is_taken=serve.save.claims_stdout)
     for note in given.notes:
         print(f"Note: {note}", file=out)
+    for change, result in zip(changes, results, strict=True):
+        if reasons := result["failure_reasons"]:
+            which = "".join(f" with {name}={value}" for name, value in change.items())
+            print(f"Note: failed{which}: {describe_reasons(reasons)}", file=out)
     chosen = 0
     if len(results) == 1:
         print(console.serving_block(results[0], _metrics(serve, results[0]), [percentile_name(p) for p in serve.percentiles]), file=out)
