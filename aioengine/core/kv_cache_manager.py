@@ -36,7 +36,11 @@ class KVCacheManager:
             )
         self.prefix_cache_stats = PrefixCacheStats()
         self._managers = make_group_managers(self.groups, block_pool=self.block_pool, block_size=self.block_size)
-        self._windowed = [group_id for group_id, group in enumerate(self.groups) if group.sliding_window is not None]
+        by_window: dict[int, list[int]] = {}
+        for group_id, group in enumerate(self.groups):
+            if group.sliding_window is not None:
+                by_window.setdefault(group.sliding_window, []).append(group_id)
+        self._windowed = [(self.groups[group_ids[0]], group_ids) for group_ids in by_window.values()]  # a group of each window, and all
         self._root_hash = root_hash(cache.prefix_caching_seed)
         self._zero_new_blocks = cache.zero_new_blocks
         self._block_ids_to_zero: list[int] = []
@@ -190,14 +194,16 @@ class KVCacheManager:
         order, so whoever takes them writes to them later. It needs not be told: it never reads behind a window.
         """
         num_computed_tokens = request.num_computed_tokens - len(request.spec_token_ids)  # draft tokens may turn out wrong
-        for group_id in self._windowed:
-            table = request.block_ids[group_id]
-            end = start = self.groups[group_id].first_block_in_sight(num_computed_tokens, block_size=self.block_size)
+        for group, group_ids in self._windowed:
+            end = start = group.first_block_in_sight(num_computed_tokens, block_size=self.block_size)
+            table = request.block_ids[group_ids[0]]  # the null block stands at the same places in all groups of a window
             while start and table[start - 1] != NULL_BLOCK_ID:
                 start -= 1
             if start < end:
-                self.block_pool.free(table[start:end])
-                table[start:end] = [NULL_BLOCK_ID] * (end - start)
+                for group_id in group_ids:
+                    table = request.block_ids[group_id]
+                    self.block_pool.free(table[start:end])
+                    table[start:end] = [NULL_BLOCK_ID] * (end - start)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Let later requests find the blocks that are full of known, computed tokens."""
