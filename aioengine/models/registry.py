@@ -20,13 +20,20 @@ BUILT_IN: Mapping[str, str] = MappingProxyType(
     {
         "LlamaForCausalLM": "aioengine.models.llama:LlamaForCausalLM",
         "MistralForCausalLM": "aioengine.models.llama:MistralForCausalLM",
+        "MinistralForCausalLM": "aioengine.models.llama:MistralForCausalLM",
         "Qwen2ForCausalLM": "aioengine.models.qwen2:Qwen2ForCausalLM",
         "Qwen3ForCausalLM": "aioengine.models.qwen3:Qwen3ForCausalLM",
     }
 )
 # `model_type` of config.json, which is what transformers goes by.
 MODEL_TYPES: Mapping[str, str] = MappingProxyType(
-    {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+    {
+        "llama": "LlamaForCausalLM",
+        "mistral": "MistralForCausalLM",
+        "ministral": "MinistralForCausalLM",  # what transformers makes of a mistral with `layer_types`
+        "qwen2": "Qwen2ForCausalLM",
+        "qwen3": "Qwen3ForCausalLM",
+    }
 )
 
 
