@@ -25,7 +25,6 @@ SHAPE: dict[str, Any] = {
     "vocab_size": 258,
     "hidden_size": 96,
     "intermediate_size": 96,
-    "num_hidden_layers": len(LAYER_TYPES),
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -38,15 +37,26 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def configs() -> dict[str, Any]:
+def config_of(family: str, layer_types: list[str]) -> Any:
     import transformers
 
-    qwen = {**SHAPE, "use_sliding_window": True}
-    return {
-        "mistral": transformers.MinistralConfig(**SHAPE, layer_types=LAYER_TYPES),
-        "qwen2": transformers.Qwen2Config(**{name: value for name, value in qwen.items() if name != "head_dim"}, max_window_layers=2),
-        "qwen3": transformers.Qwen3Config(**qwen, layer_types=LAYER_TYPES),
-    }
+    shape = {**SHAPE, "num_hidden_layers": len(layer_types)}
+    if family == "mistral":
+        return transformers.MinistralConfig(**shape, layer_types=layer_types)
+    if family == "qwen2":
+        del shape["head_dim"]
+        return transformers.Qwen2Config(**shape, use_sliding_window=True, max_window_layers=2)
+    return transformers.Qwen3Config(**shape, use_sliding_window=True, layer_types=layer_types)
+
+
+def save_random_model(family: str, folder: Path, *, layer_types: list[str] = LAYER_TYPES) -> None:
+    """With a byte-level tokenizer, as a folder that any engine can load."""
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    tokenizer = byte_level_tokenizer(["<eos>", "<bos>"])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", bos_token="<bos>").save_pretrained(folder)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config_of(family, layer_types)).save_pretrained(folder)
 
 
 FAMILIES = ["mistral", "qwen2", "qwen3"]
@@ -67,17 +77,12 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The folder of a family's random model."""
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-
     made: dict[str, Path] = {}
 
     def make(family: str) -> Path:
         if family not in made:
             made[family] = tmp_path_factory.mktemp(family)
-            tokenizer = byte_level_tokenizer(["<eos>", "<bos>"])
-            PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", bos_token="<bos>").save_pretrained(made[family])
-            torch.manual_seed(0)
-            AutoModelForCausalLM.from_config(configs()[family]).save_pretrained(made[family])
+            save_random_model(family, made[family])
         return made[family]
 
     return make
