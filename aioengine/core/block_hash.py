@@ -37,6 +37,11 @@ def in_group(block_hash: BlockHash, group_id: int) -> BlockHash:
     return block_hash + group_id.to_bytes(2, "big") if group_id else block_hash
 
 
+def names_in_group(block_hashes: Sequence[BlockHash], group_id: int) -> Sequence[BlockHash]:
+    """`in_group` of each."""
+    return [in_group(block_hash, group_id) for block_hash in block_hashes] if group_id else block_hashes
+
+
 def group_of(name: BlockHash) -> int:
     """The KV-cache group of a name that `in_group` made of a whole hash."""
     return int.from_bytes(name[_DIGEST_BYTES:], "big")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from aioengine.core.block_hash import BlockHash, in_group
+from aioengine.core.block_hash import BlockHash, in_group, names_in_group
 from aioengine.core.block_pool import NULL_BLOCK_ID, BlockPool
 from aioengine.kv_cache_groups import KVCacheGroup
 
@@ -33,8 +33,8 @@ class FullAttentionManager:
         tables: list[list[int]] = []
         for group_id in self._group_ids:
             table: list[int] = []
-            for block_hash in block_hashes[:limit]:
-                block_id = self._find(in_group(block_hash, group_id))
+            for name in names_in_group(block_hashes[:limit], group_id):
+                block_id = self._find(name)
                 if block_id is None:
                     break
                 table.append(block_id)
@@ -66,7 +66,7 @@ class SlidingWindowManager:
         start = end - num_found
         tables = []
         for group_id in self._group_ids:
-            found = [self._find(in_group(block_hash, group_id)) for block_hash in block_hashes[start:end]]
+            found = map(self._find, names_in_group(block_hashes[start:end], group_id))
             tables.append([NULL_BLOCK_ID] * start + [block_id for block_id in found if block_id is not None])
         return tables
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from aioengine.config import CacheConfig
-from aioengine.core.block_hash import BlockHash, hash_block, in_group, root_hash, salt_bytes, short_hash
+from aioengine.core.block_hash import BlockHash, hash_block, in_group, names_in_group, root_hash, salt_bytes, short_hash
 from aioengine.core.block_pool import NULL_BLOCK_ID, BlockPool
 from aioengine.core.group_managers import make_group_managers
 from aioengine.core.prefix_cache_stats import PrefixCacheStats
@@ -75,10 +75,14 @@ class KVCacheManager:
             return self.make_tables()
         length = (request.num_tokens - 1) // self.block_size
         self._extend_block_hashes(request, length)
+        return self.find_hits(request.block_hashes, length)
+
+    def find_hits(self, block_hashes: Sequence[BlockHash], length: int) -> tuple[list[int], ...]:
+        """The tables of the longest prefix, of at most `length` blocks, that every group can serve."""
         while True:
             tables: list[list[int]] = []
             for manager in self._managers:
-                tables += manager.find_hits(request.block_hashes, length)
+                tables += manager.find_hits(block_hashes, length)
                 length = len(tables[-1])
             if all(len(table) == length for table in tables):
                 return tuple(tables)
@@ -93,7 +97,7 @@ class KVCacheManager:
         Where a window moves on while they are computed, the most at any time.
         """
         num_computed_tokens = len(computed[0]) * self.block_size
-        hits = _held(computed)
+        hits = self._held(computed)
         num_blocks = sum(
             group.max_num_blocks(
                 num_tokens,
@@ -113,29 +117,43 @@ class KVCacheManager:
         `computed` are cache hits to take over first (for a request without blocks). Returns the ids of the blocks added after
         those, a list for each group, or () where none was needed; None, with nothing changed, if there are not enough free ones.
         """
-        num_hits = len(computed[0]) if computed else 0
-        num_tokens = request.num_computed_tokens + num_hits * self.block_size + num_new_tokens
-        new_block_ids: tuple[list[int], ...] = ()
-        if num_hits or num_tokens > len(request.block_ids[0]) * self.block_size:
-            num_new_blocks = -(-num_tokens // self.block_size) - len(request.block_ids[0]) - num_hits
-            hits = _held(computed)
-            if num_new_blocks * len(self.groups) + self._num_free_among(hits) > self.block_pool.num_free_blocks:
+        num_tokens = request.num_computed_tokens + num_new_tokens
+        new_block_ids: tuple[list[int], ...] | None = ()
+        if computed:
+            num_tokens += len(computed[0]) * self.block_size
+        if computed or num_tokens > len(request.block_ids[0]) * self.block_size:
+            new_block_ids = self._add_blocks(request, -(-num_tokens // self.block_size), computed)
+            if new_block_ids is None:
                 return None
-            self.block_pool.touch(hits)
-            if num_hits:
-                for table, found in zip(request.block_ids, computed, strict=True):
-                    table += found
-                request.num_cached_blocks += num_hits
-            new_block_ids = tuple(self.block_pool.allocate(num_new_blocks) for _ in self.groups)
-            for table, added in zip(request.block_ids, new_block_ids, strict=True):
-                table += added
-                if self._zero_new_blocks:
-                    self._block_ids_to_zero += added
         if num_tokens >= (request.num_cached_blocks + 1) * self.block_size:  # else no block has become full
             # Registered before the forward has run: the worker runs steps in order, so whoever finds a block here reads
             # it in this step, after the writes of every layer, or in a later one.
             self.cache_blocks(request, num_tokens)
         return new_block_ids
+
+    def _add_blocks(self, request: Request, length: int, computed: Sequence[Sequence[int]]) -> tuple[list[int], ...] | None:
+        """Make the tables `length` blocks long: by cache hits, and by new blocks, which are returned; None: there are not enough."""
+        pool, tables = self.block_pool, request.block_ids
+        num_new_blocks, num_wanted = length - len(tables[0]), 0
+        if computed:
+            hits = self._held(computed)
+            num_new_blocks -= len(computed[0])
+            num_wanted = self._num_free_among(hits)
+        if num_wanted + num_new_blocks * len(tables) > pool.num_free_blocks:
+            return None
+        if computed:
+            pool.touch(hits)
+            for table, found in zip(tables, computed, strict=True):
+                table += found
+            request.num_cached_blocks += len(computed[0])
+        new_block_ids = []
+        for table in tables:
+            added = pool.allocate(num_new_blocks)
+            table += added
+            new_block_ids.append(added)
+            if self._zero_new_blocks:
+                self._block_ids_to_zero += added
+        return tuple(new_block_ids)
 
     def free_behind_windows(self, request: Request) -> None:
         """Let go of the blocks that nothing sees which is computed after what has been scheduled.
@@ -161,12 +179,13 @@ class KVCacheManager:
         if num_full_blocks <= request.num_cached_blocks:
             return
         self._extend_block_hashes(request, num_full_blocks)
-        hashes = request.block_hashes
-        for index in range(request.num_cached_blocks, num_full_blocks):
-            parent_hash = hashes[index - 1] if index else None
-            for group_id, table in enumerate(request.block_ids):
-                if table[index] != NULL_BLOCK_ID:  # a window can leave a block behind before its tokens are known
-                    self.block_pool.register(table[index], in_group(hashes[index], group_id), parent_hash=parent_hash)
+        start, hashes = request.num_cached_blocks, request.block_hashes
+        for group_id, table in enumerate(request.block_ids):
+            for index in range(start, num_full_blocks):
+                block_id = table[index]
+                if block_id != NULL_BLOCK_ID:  # a window can leave a block behind before its tokens are known
+                    name = in_group(hashes[index], group_id) if group_id else hashes[index]
+                    self.block_pool.register(block_id, name, parent_hash=hashes[index - 1] if index else None)
         request.num_cached_blocks = num_full_blocks
 
     def record_prefix_cache_lookup(self, request: Request, *, num_hits: int) -> None:
@@ -186,7 +205,7 @@ class KVCacheManager:
         """Let go of all blocks of a request. Their content stays findable until they are allocated anew."""
         tables = request.block_ids
         # Side by side: what comes first in a prefix is worth more than what comes later, in whichever group.
-        self.block_pool.free(tables[0] if len(tables) == 1 and not self.has_windows else _held(zip(*tables, strict=True)))
+        self.block_pool.free(self._held(tables if len(tables) == 1 else list(zip(*tables, strict=True))))
         request.block_ids = self.make_tables()
         request.num_cached_blocks = 0
 
@@ -197,12 +216,18 @@ class KVCacheManager:
         was preempted while its trouble was not known yet. So they are found by their content.
         """
         for group_id in range(len(self.groups)):
-            self.block_pool.forget(in_group(block_hash, group_id) for block_hash in request.block_hashes)
+            self.block_pool.forget(names_in_group(request.block_hashes, group_id))
         request.num_cached_blocks = 0
 
     def take_block_ids_to_zero(self) -> list[int]:
         block_ids, self._block_ids_to_zero = self._block_ids_to_zero, []
         return block_ids
+
+    def _held(self, tables: Sequence[Sequence[int]]) -> Sequence[int]:
+        """The blocks of tables, without the null block."""
+        if len(tables) == 1 and not self.has_windows:
+            return tables[0]
+        return [block_id for table in tables for block_id in table if block_id != NULL_BLOCK_ID]
 
     def _num_free_among(self, block_ids: Sequence[int]) -> int:
         ref_cnt = self.block_pool.ref_cnt
@@ -240,8 +265,3 @@ class KVCacheManager:
             start = len(hashes) * self.block_size
             parent, extra = (hashes[-1], b"") if hashes else (self._root_hash, salt_bytes(cache_salt))
             hashes.append(hash_block(parent, token_ids[start : start + self.block_size], extra=extra))
-
-
-def _held(tables: Iterable[Iterable[int]]) -> list[int]:
-    """The blocks of tables, without the null block."""
-    return [block_id for table in tables for block_id in table if block_id != NULL_BLOCK_ID]

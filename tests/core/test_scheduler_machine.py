@@ -177,7 +177,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             cache=CacheConfig(
                 block_size=block_size, enable_prefix_caching=caching, zero_new_blocks=zeroing, kv_cache_groups=group_layers(windows)
             ),
-            num_kv_cache_blocks=1 + (num_blocks - 1) * len(group_layers(windows)),
+            num_kv_cache_blocks=1 + (num_blocks - 1) * (1 + len(group_layers(windows))) // 2,  # windows need less
             eos_token_ids=frozenset({EOS}),
             check_invariants=True,
         )
