@@ -18,6 +18,7 @@ from aioengine.models.base import CausalLM
 ENTRY_POINT_GROUP = "aioengine.models"
 BUILT_IN: Mapping[str, str] = MappingProxyType(
     {
+        "Gemma3ForCausalLM": "aioengine.models.gemma3:Gemma3ForCausalLM",
         "LlamaForCausalLM": "aioengine.models.llama:LlamaForCausalLM",
         "MistralForCausalLM": "aioengine.models.llama:MistralForCausalLM",
         "MinistralForCausalLM": "aioengine.models.llama:MistralForCausalLM",
@@ -28,6 +29,7 @@ BUILT_IN: Mapping[str, str] = MappingProxyType(
 # `model_type` of config.json, which is what transformers goes by.
 MODEL_TYPES: Mapping[str, str] = MappingProxyType(
     {
+        "gemma3_text": "Gemma3ForCausalLM",
         "llama": "LlamaForCausalLM",
         "mistral": "MistralForCausalLM",
         "ministral": "MinistralForCausalLM",  # what transformers makes of a mistral with `layer_types`
