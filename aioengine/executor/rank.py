@@ -69,12 +69,7 @@ class _Rank:
         elif method == MEET:
             future = self._starter.submit(self._note_meeting_point, *args)
         elif method == "collective_rpc":
-            try:
-                function, function_args = load(args[0])
-            except Exception as exc:
-                self._answer_error(call_id, exc)
-                return
-            future = self._executor.collective_rpc(function, *function_args)
+            future = self._executor.collective_rpc(_call_by_worker, args[0])
         else:
             future = getattr(self._executor, method)(*args)
         future.add_done_callback(partial(self._answer, call_id, method))
@@ -136,6 +131,12 @@ class _Rank:
         logger.setLevel(self._start.log_level if self._start.rank == 0 else max(self._start.log_level, logging.ERROR))
         logger.addHandler(_ForwardHandler(self._send))
         logger.propagate = False
+
+
+def _call_by_worker(worker: Worker, data: bytes) -> Any:
+    """In the worker's thread, as what is unpickled may import a lot."""
+    method, args = load(data)
+    return getattr(worker, method)(*args) if isinstance(method, str) else method(worker, *args)
 
 
 class _ForwardHandler(logging.Handler):

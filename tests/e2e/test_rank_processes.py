@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 
 from aioengine import AsyncEngine, RequestOutput, SamplingParams
-from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.errors import ConfigError, EngineDeadError
-from aioengine.worker.worker import Worker
 from tests.e2e.test_tensor_parallel import requests
+from tests.executor.in_ranks import fail_alone, num_held
 from tests.waiting import until
 
 GREEDY = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
@@ -101,16 +100,6 @@ async def test_a_rank_that_is_stopped_ends_the_engine_with_its_name(tiny_model: 
     assert re.search(r"rank 1 of 2 \(process \d+\) has not answered for \d+ s: it is stopped", cause), cause
 
 
-def fail_alone(worker: Worker, rank: int) -> None:
-    """From the next step on."""
-
-    def fail(scheduler_output: SchedulerOutput) -> None:
-        raise ZeroDivisionError("this rank alone")
-
-    if worker.group.rank == rank:
-        worker.execute_model = fail  # type: ignore[method-assign]
-
-
 @pytest.mark.ci
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_an_exception_in_one_rank_ends_the_engine_with_it(rank: int, tiny_model: Path) -> None:
@@ -190,9 +179,3 @@ async def test_a_thousand_aborts_leave_nothing_in_any_rank(tiny_model: Path) -> 
         executor = engine._life.executor
         assert executor is not None
         assert await asyncio.wrap_future(executor.collective_rpc(num_held)) == [(0, 8), (0, 8)]
-
-
-def num_held(worker: Worker) -> tuple[int, int]:
-    """Requests that the worker knows, and its free places."""
-    states = worker.runner.states
-    return states.num_requests, states.num_free_slots
