@@ -50,10 +50,6 @@ def two_nodes() -> Iterator[Any]:
 def engine_on_ray(model: Path, size: int = 2, **options: Any) -> AsyncEngine:
     return make_engine(model, size, distributed_executor_backend="ray", **options)
 
-
-def num_live_actors() -> int:
-    from ray.util.state import list_actors
-
     return len(list_actors(filters=[("state", "=", "ALIVE")]))
 
 
