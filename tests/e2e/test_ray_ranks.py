@@ -50,8 +50,6 @@ def two_nodes() -> Iterator[Any]:
 def engine_on_ray(model: Path, size: int = 2, **options: Any) -> AsyncEngine:
     return make_engine(model, size, distributed_executor_backend="ray", **options)
 
-    return len(list_actors(filters=[("state", "=", "ALIVE")]))
-
 
 class TestOnTwoNodes:
     pytestmark = with_ray
