@@ -13,9 +13,9 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 from aioengine.checkpoint.files import ModelFiles
 from aioengine.config import EngineConfig, ResolvedConfig
@@ -108,10 +108,10 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--num-steps", type=int, default=200)
     args = parser.parse_args()
-    executors: dict[str, Callable[[], Any]] = {"uniproc": lambda: UniProcExecutor(make_config(1), worker_factory=NullWorker)}
+    executors: dict[str, Callable[[], Executor]] = {"uniproc": partial(UniProcExecutor, make_config(1), worker_factory=NullWorker)}
     for size in args.sizes:
         launcher = LocalRanks(_FILES, program="control_path")
-        executors[f"{size} ranks"] = lambda size=size, launcher=launcher: RanksExecutor(make_config(size), launcher)
+        executors[f"{size} ranks"] = partial(RanksExecutor, make_config(size), launcher)
     print("requests  executor   median us  p90 us  bytes a rank  bytes back")
     for num_reqs in args.num_reqs:
         for name, make in executors.items():
