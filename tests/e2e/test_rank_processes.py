@@ -22,7 +22,7 @@ from tests.e2e.test_tensor_parallel import requests
 from tests.executor.in_ranks import fail_alone, num_held
 from tests.waiting import until
 
-QUESTIONS = [f"Tell me {what} about {topic}." for what in ("a story", "three facts", "a lie") for topic in ("cats", "rain", "Rome", "salt")]
+QUESTIONS = [
     f"Tell me {what} about {topic}." for what in ("a story", "three facts", "the truth") for topic in ("cats", "rain", "Rome", "salt")
 ]
 GREEDY = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
