@@ -193,7 +193,7 @@ async def test_three_ranks_of_the_built_in_model_give_the_tokens_of_one(num_requ
     prompts: list[Any] = [[{"role": "user", "content": question}] for question in QUESTIONS]
     params = [SamplingParams(max_tokens=24, logprobs=1, temperature=0.8 * (i % 2), seed=i) for i in range(len(QUESTIONS))]
     if num_requests == 64:
-        prompts = [request.prompt for request in workload.requests]
+        prompts = [request.prompt_token_ids for request in workload.requests]
         params = [SamplingParams(max_tokens=each.max_tokens, logprobs=1, temperature=0.0, ignore_eos=True) for each in workload.requests]
     results = []
     for size in (1, 3):

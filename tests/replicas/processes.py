@@ -43,7 +43,7 @@ class Replica:
     @property
     def is_ready(self) -> bool:
         with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=2) as response:
-            return response.status == 200
+            return bool(response.status == 200)
         return False
 
     def kill(self) -> None:
