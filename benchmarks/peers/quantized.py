@@ -1,4 +1,4 @@
-"""The model's GGUF file with its matrices in another format, made once by the `gguf` package (llama.cpp's own) in the peer's environment."""
+"""The model's GGUF file with its matrices in another format, made once by the `gguf` package in the peer's environment."""
 
 from __future__ import annotations
 
