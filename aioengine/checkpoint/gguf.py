@@ -21,7 +21,9 @@ from aioengine.checkpoint.stored_tensor import PackedRows, StoredTensor, Zeros
 from aioengine.errors import ModelError
 
 # GGUF's architecture -> transformers' class and model type
-ARCHITECTURES: Mapping[str, str] = MappingProxyType({"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"})
+ARCHITECTURES: Mapping[str, str] = MappingProxyType(
+    {"gemma3": "Gemma3ForCausalLM", "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+)
 
 _SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
@@ -39,6 +41,16 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# Names that mean something else, or are, in some architectures only.
+_OTHER_NAMES = {
+    "gemma3": {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    }
+}
+# Architectures whose norms are stored with the 1 that transformers adds when it computes.
+_NORMS_WITH_ONE = frozenset({"gemma3"})
 # Read into the config when the file is converted (Llama 3's long-context frequencies).
 ROPE_FACTORS = "rope_freqs.weight"
 # Frequencies that follow from the config, in old files.
@@ -125,7 +137,10 @@ class GGUFFile:
         """Every weight, renamed. Raises ModelError for a tensor that no supported architecture has."""
         for info in self.header.tensors:
             if not _REPEATED.fullmatch(info.name):
-                yield GGUFTensor(self, info, transformers_name(info.name, self.header.path), self._heads_to_unpermute(info))
+                architecture = self.header.architecture
+                name = transformers_name(info.name, self.header.path, architecture=architecture)
+                with_one = architecture in _NORMS_WITH_ONE and info.name.endswith("norm.weight")
+                yield GGUFTensor(self, info, name, self._heads_to_unpermute(info), -1.0 if with_one else 0.0)
 
     def _heads_to_unpermute(self, info: TensorInfo) -> int:
         """How many heads' rows to put back in order; 0: none.
@@ -154,6 +169,7 @@ class GGUFTensor:
     info: TensorInfo
     name: str
     permuted_heads: int
+    offset: float = 0.0  # to add to a vector's numbers
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -166,6 +182,10 @@ class GGUFTensor:
             flat = torch.empty(1, self.shape[0])
             dequantize_into(self.file.raw(self.info), self.info.kind, flat)
             out.copy_(_unpermute(flat.view(-1, 1), self.permuted_heads).view(-1))
+        elif self.offset:
+            exact = torch.empty(self.shape)
+            dequantize_into(self.file.raw(self.info), self.info.kind, exact.view(1, -1))
+            out.copy_(exact.add_(self.offset))
         else:
             dequantize_into(self.file.raw(self.info), self.info.kind, out.view(1, -1))
 
@@ -192,7 +212,7 @@ def open_gguf(paths: Sequence[Path]) -> Iterator[StoredTensor]:
             part = info.name.split(".")[-2]
             bias = info.name.removesuffix("weight") + "bias"
             if info.name.endswith(".weight") and part in biased and bias not in names:
-                yield Zeros(transformers_name(bias, file.header.path), info.shape[:1])
+                yield Zeros(transformers_name(bias, file.header.path, architecture=files[0].header.architecture), info.shape[:1])
 
 
 def biased_parts(names: Iterable[str], architecture: str) -> frozenset[str]:
@@ -217,13 +237,14 @@ def _unpermute(rows: torch.Tensor, heads: int) -> torch.Tensor:
     return rows.view(heads, -1, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
 
 
-def transformers_name(name: str, path: Path) -> str:
+def transformers_name(name: str, path: Path, *, architecture: str) -> str:
     """ "blk.3.attn_q.weight" -> "model.layers.3.self_attn.q_proj.weight". Raises ModelError for an unknown name."""
     base, _, kind = name.rpartition(".")
     if base in _TOP_NAMES:
         return f"{_TOP_NAMES[base]}.{kind}"
     prefix, _, rest = base.partition(".")
     layer, _, part = rest.partition(".")
-    if prefix != "blk" or part not in _LAYER_NAMES:
+    known = _OTHER_NAMES.get(architecture, {}).get(part) or _LAYER_NAMES.get(part)
+    if prefix != "blk" or known is None:
         raise ModelError(f"{path}: tensor {name!r} belongs to a kind of model that is not supported")
-    return f"model.layers.{layer}.{_LAYER_NAMES[part]}.{kind}"
+    return f"model.layers.{layer}.{known}.{kind}"

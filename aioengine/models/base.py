@@ -11,6 +11,8 @@ from torch import nn
 
 from aioengine.attention.base import AttentionBackend, AttentionBatch
 from aioengine.checkpoint.stored_tensor import StoredTensor
+from aioengine.distributed.group import Group
+from aioengine.errors import ConfigError
 from aioengine.models.config import DecoderConfig
 
 
@@ -24,6 +26,7 @@ class CausalLM(nn.Module):
     packed_modules_mapping: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     num_layers: int
+    layer_groups: tuple[int, ...]  # the number of each layer's KV-cache group, as in `kv_cache_groups.group_layers` of its windows
     default_eos_token_id: ClassVar[int | None] = None  # what the family's config class assumes where nothing states one
     runs_own_threads: ClassVar[bool] = False  # the products do not run on PyTorch's threads
 
@@ -37,6 +40,14 @@ class CausalLM(nn.Module):
     def build(cls, config: DecoderConfig, *, attention_backend: AttentionBackend, dtype: torch.dtype, device: torch.device) -> CausalLM:
         """The model with uninitialised weights."""
 
+    def join(self, group: Group) -> None:
+        """Run as one of these ranks: the model was built for a rank's config and gets a rank's tensors (`models.tensor_parallel`).
+
+        Raises ConfigError if the family cannot.
+        """
+        if group.size > 1:
+            raise ConfigError(f"{type(self).__name__} runs in one piece: tensor_parallel_size must be 1, got {group.size}")
+
     @abstractmethod
     def load_weights(self, tensors: Iterable[StoredTensor]) -> None:
         """Fill every parameter. Raises ModelError for a tensor that is missing, unknown or of another shape."""
@@ -47,8 +58,8 @@ class CausalLM(nn.Module):
         input_ids: torch.Tensor,  # [num_tokens] int64
         positions: torch.Tensor,  # [num_tokens] int64
         *,
-        kv_caches: list[torch.Tensor],  # one a layer, in the backend's layout
-        attention_metadata: AttentionBatch,
+        kv_caches: list[torch.Tensor],  # one a layer, in the backend's layout; layers at the same place of different groups share one
+        attention_metadata: tuple[AttentionBatch, ...],  # one a KV-cache group
     ) -> torch.Tensor:  # [num_tokens, hidden_size]
         """One step. Writes the step's keys and values to the caches."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,11 +18,12 @@ from aioengine.attention.cpu_paged import CpuPagedBackend
 from aioengine.checkpoint.dequantize import plain_dtype
 from aioengine.checkpoint.gguf import GGUFTensor
 from aioengine.checkpoint.stored_tensor import StoredTensor
+from aioengine.distributed.group import SINGLE_RANK, Group
 from aioengine.errors import ModelError
-from aioengine.layers.rope import RotaryEmbedding
 from aioengine.models.base import CausalLM
 from aioengine.models.config import DecoderConfig
-from aioengine.models.decoder import DecoderForCausalLM
+from aioengine.models.decoder import DecoderForCausalLM, RotaryTables
+from aioengine.models.tensor_parallel import SomeColumns
 from aioengine.printable import get_logger
 
 if TYPE_CHECKING:
@@ -30,7 +32,10 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-_SILU = ("silu", "swish")
+# Names of `hidden_act` -> those of the native decoder.
+_ACTIVATIONS: Mapping[str, str] = MappingProxyType(
+    {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+)
 
 
 def why_not_native(
@@ -45,7 +50,7 @@ def why_not_native(
         return missing
     if device.type != "cpu" or dtype != torch.float32:
         return f"the native decoder computes in float32 on the CPU, not in {dtype} on {device.type}"
-    if config.hidden_act not in _SILU:
+    if config.hidden_act not in _ACTIVATIONS:
         return f"the native decoder has no {config.hidden_act} activation"
     if not isinstance(backend, CpuPagedBackend):
         return f"the native decoder needs the attention backend {CpuPagedBackend.name}, not {backend.name}"
@@ -87,12 +92,13 @@ class NativeDecoderForCausalLM(CausalLM):
         super().__init__()
         self.config = config
         self.num_layers = config.num_layers
+        self.layer_groups = config.layer_groups
         self.fast = fast
+        self._group: Group = SINGLE_RANK
         self._backend = attention_backend
         self._kernels = attention_backend.kernels  # made now: they take over the number of PyTorch's threads
-        self._cos_sin = RotaryEmbedding(
-            config.rope, head_dim=config.head_dim, max_positions=config.max_position_embeddings, device=torch.device("cpu")
-        ).table
+        tables = RotaryTables(config, device=torch.device("cpu"))
+        self._cos_sin = [tables.distinct[index].table for index in tables.of_layers]
         self._layers: list[LayerWeights] = []
         self._embedding: PackedMatrix | None = None
         self._head: PackedMatrix | None = None
@@ -108,6 +114,9 @@ class NativeDecoderForCausalLM(CausalLM):
     def build(cls, config: DecoderConfig, *, attention_backend: AttentionBackend, dtype: torch.dtype, device: torch.device) -> CausalLM:
         """In exact mode."""
         return build_native(config, attention_backend=attention_backend, fast=False)
+
+    def join(self, group: Group) -> None:
+        self._group = group
 
     def load_weights(self, tensors: Iterable[StoredTensor]) -> None:
         source = _Checkpoint(tensors, tied=self.config.tie_word_embeddings)
@@ -127,13 +136,19 @@ class NativeDecoderForCausalLM(CausalLM):
         qkv = [(f"{attention}.q_proj", heads), (f"{attention}.k_proj", kv_heads), (f"{attention}.v_proj", kv_heads)]
         output, down = [(f"{attention}.o_proj", hidden)], [(f"{mlp}.down_proj", hidden)]
         gate_up = [(f"{mlp}.gate_proj", size), (f"{mlp}.up_proj", size)]
+        post_norm, out_norms = "post_attention_layernorm", {}
+        if c.sandwich_norms:
+            post_norm = "pre_feedforward_layernorm"
+            names = {"attention_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"}
+            out_norms = {field: source.vector(f"{path}.{name}.weight", hidden) for field, name in names.items()}
         return LayerWeights(
             qkv=source.fused(qkv, hidden),
             output=source.fused(output, heads),
             gate_up=source.fused(gate_up, hidden),
             down=source.fused(down, size),
             input_norm=source.vector(f"{path}.input_layernorm.weight", hidden),
-            post_norm=source.vector(f"{path}.post_attention_layernorm.weight", hidden),
+            post_norm=source.vector(f"{path}.{post_norm}.weight", hidden),
+            **out_norms,
             query_norm=source.vector(f"{attention}.q_norm.weight", c.head_dim) if c.qk_norm else None,
             key_norm=source.vector(f"{attention}.k_norm.weight", c.head_dim) if c.qk_norm else None,
             qkv_bias=source.bias(qkv) if c.qkv_bias else None,
@@ -148,17 +163,20 @@ class NativeDecoderForCausalLM(CausalLM):
         positions: torch.Tensor,  # [num_tokens] int64
         *,
         kv_caches: list[torch.Tensor],
-        attention_metadata: AttentionBatch,
+        attention_metadata: tuple[AttentionBatch, ...],
     ) -> torch.Tensor:  # [num_tokens, hidden_size]
+        from aioengine_kernels.cpu import GroupInputs
         from aioengine_kernels.cpu.packing import gather_rows
 
         assert self._embedding is not None, "load_weights() comes first"
-        batch = attention_metadata
+        batch = attention_metadata[0]
+        embedded = gather_rows(self._embedding, input_ids)
+        if self.config.embedding_scale != 1.0:
+            embedded.mul_(self.config.embedding_scale)
         return self._decoder_for(kv_caches).forward(
-            gather_rows(self._embedding, input_ids),
+            embedded,
             positions.contiguous(),
-            slots=batch.slot_mapping.contiguous(),
-            block_table=batch.block_table,
+            groups=[GroupInputs(of.slot_mapping.contiguous(), of.block_table, of.sliding_window) for of in attention_metadata],
             seq_lens=batch.seq_lens.contiguous(),
             query_start_loc=batch.query_start_loc.contiguous(),
         )
@@ -178,9 +196,9 @@ class NativeDecoderForCausalLM(CausalLM):
             cache_format=self._backend.cache_format,
             hidden_size=c.hidden_size,
             rms_norm_eps=c.rms_norm_eps,
-            scale=c.head_dim**-0.5,
-            sliding_window=attention.sliding_window,
+            scale=c.score_scale,
             logits_soft_cap=attention.logits_soft_cap,
+            activation=_ACTIVATIONS[c.hidden_act],
         )
         return NativeDecoder(
             self._kernels,
@@ -189,8 +207,13 @@ class NativeDecoderForCausalLM(CausalLM):
             final_norm=self._final_norm,
             cos_sin=self._cos_sin,
             kv_caches=kv_caches,
+            layer_groups=self.layer_groups,
             fast=self.fast,
+            all_reduce=None if self._group.size == 1 else self._sum,
         )
+
+    def _sum(self, x: torch.Tensor) -> None:
+        self._group.all_reduce(x)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         assert self._head is not None, "load_weights() comes first"
@@ -260,6 +283,9 @@ def _pack_alike(parts: Sequence[StoredTensor]) -> PackedMatrix:
     """The rows of tensors that all have the same `_packable_kind`."""
     from aioengine_kernels.cpu.packing import pack
 
+    first_part = parts[0]
+    if isinstance(first_part, SomeColumns):  # it comes alone: what is stacked is cut by rows
+        return _pack_columns(first_part)
     kind, columns = _packable_kind(parts[0]), parts[0].shape[1]
     if kind is not None:
         return pack(kind, columns, [rows.data for part in parts if (rows := part.read_packed()) is not None])
@@ -268,6 +294,19 @@ def _pack_alike(parts: Sequence[StoredTensor]) -> PackedMatrix:
     for part in parts:
         part.read_into(dense[first : first + part.shape[0]])
         first += part.shape[0]
+    return _pack_lossless(dense)
+
+
+def _pack_columns(part: SomeColumns) -> PackedMatrix:
+    """Cut from the packed matrix, whose blocks are shorter than those of most files; as plain numbers if that cuts a block."""
+    from aioengine_kernels.cpu.packing import can_cut, cut_columns
+
+    whole = _pack_alike([part.whole])
+    if can_cut(whole, part.first, part.shape[1]):
+        return cut_columns(whole, part.first, part.shape[1])
+    logger.warning("%s is cut inside its blocks: the rank's %d columns of it are kept as plain numbers", part.name, part.shape[1])
+    dense = torch.empty(part.shape)
+    part.read_into(dense)
     return _pack_lossless(dense)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,9 @@ import transformers
 from aioengine.attention.base import AttentionBackend, AttentionBatch, AttentionConfig
 from aioengine.checkpoint.files import ModelFiles
 from aioengine.checkpoint.safetensors import find_safetensors
+from aioengine.kv_cache_groups import group_layers
 from aioengine.models.base import CausalLM
+from aioengine.models.decoder import DecoderForCausalLM
 from aioengine.models.info import read_model_info
 from aioengine.models.loader import load_model
 
@@ -57,8 +59,8 @@ class DenseBackend(AttentionBackend):
         scores = torch.einsum("qhd,khd->hqk", query, keys) * scale
         distance = torch.arange(end - count, end)[:, None] - torch.arange(end)[None]
         hidden = distance < 0
-        if self.config.sliding_window is not None:
-            hidden |= distance >= self.config.sliding_window
+        if metadata.sliding_window is not None:
+            hidden |= distance >= metadata.sliding_window
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
 
     def zero_blocks(self, kv_cache: torch.Tensor, block_ids: list[int]) -> None:
@@ -93,6 +95,19 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+_GEMMA3: dict[str, Any] = {
+    **_SHAPE,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+}
+_GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 
 
@@ -117,6 +132,10 @@ def cases() -> dict[str, Case]:
             transformers.Qwen2Config(**_SHAPE, use_sliding_window=True, sliding_window=9, max_window_layers=0),
             transformers.Qwen2ForCausalLM,
         ),
+        "gemma3": Case(transformers.Gemma3TextConfig(**_GEMMA3), transformers.Gemma3ForCausalLM),
+        "gemma3-linear": Case(
+            transformers.Gemma3TextConfig(**_GEMMA3, rope_parameters=_GEMMA3_ROPE, attention_bias=True), transformers.Gemma3ForCausalLM
+        ),
         "qwen3": Case(transformers.Qwen3Config(**_SHAPE, head_dim=32), transformers.Qwen3ForCausalLM),
         "qwen3-tied": Case(transformers.Qwen3Config(**_SHAPE, head_dim=16, tie_word_embeddings=True), transformers.Qwen3ForCausalLM),
     }
@@ -127,9 +146,10 @@ def random_model(case: Case) -> transformers.PreTrainedModel:
     torch.manual_seed(11)
     model: transformers.PreTrainedModel = case.model_class(case.config)
     model.eval()
+    from_one = isinstance(case.config, transformers.Gemma3TextConfig)  # it adds the 1 itself
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.15 + (1.0 if "norm" in name else 0.0))
+            parameter.copy_(torch.randn_like(parameter) * 0.15 + (1.0 if "norm" in name and not from_one else 0.0))
     return model
 
 
@@ -140,14 +160,16 @@ def load_reference(folder: Path, **options: Any) -> transformers.PreTrainedModel
 
 
 def reference_from_gguf(files: ModelFiles) -> transformers.PreTrainedModel:
-    """A Llama GGUF file as a transformers model in float32, read with the gguf package's own reader and names.
+    """A GGUF file of a Llama or a Gemma 3 as a transformers model in float32, read with the gguf package's own reader and names.
 
     (transformers reads GGUF weights only where accelerate is installed.)
     """
     config = transformers.AutoConfig.from_pretrained(files.folder)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    gemma = config.model_type == "gemma3_text"
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA3 if gemma else gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     stored = {tensor.name: tensor for path in files.weights for tensor in gguf.GGUFReader(path).tensors}
-    reference = transformers.LlamaForCausalLM(config)
+    family: type[transformers.PreTrainedModel] = transformers.Gemma3ForCausalLM if gemma else transformers.LlamaForCausalLM
+    reference = family(config)
     state: dict[str, torch.Tensor] = {}
     for name in reference.state_dict():
         key = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -155,7 +177,9 @@ def reference_from_gguf(files: ModelFiles) -> transformers.PreTrainedModel:
         assert tensor is not None, name
         weights = torch.from_numpy(np.array(gguf.dequantize(tensor.data, tensor.tensor_type)))
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
-        if heads:  # llama.cpp rotates neighbours, transformers halves
+        if gemma and name.endswith("norm.weight"):  # llama.cpp stores the 1 that transformers adds
+            weights -= 1.0
+        elif heads and not gemma:  # llama.cpp rotates neighbours, transformers halves
             weights = torch.cat([part.view(-1, 2, part.shape[1]).swapaxes(0, 1).flatten(0, 1) for part in weights.chunk(heads)])
         state[name] = weights
     reference.load_state_dict(state)
@@ -176,7 +200,6 @@ def load_ours(files: ModelFiles, dtype: torch.dtype = torch.float32) -> CausalLM
         block_size=1,
         dtype=dtype,
         kv_cache_dtype=dtype,
-        sliding_window=info.sliding_window,
     )
     return load_model(files, info=info, device=CPU, dtype=dtype, attention_backend=DenseBackend(config))
 
@@ -193,17 +216,18 @@ def logits_of(model: CausalLM, token_ids: torch.Tensor, *, chunks: tuple[int, ..
             if caches is None:
                 caches = [attention.allocate_kv_cache(total, CPU) for _ in range(model.num_layers)]
             positions = torch.arange(start, start + size)
-            batch = one_request(start, size)
-            hidden = model.forward(token_ids[start : start + size], positions, kv_caches=caches, attention_metadata=batch)
+            hidden = model.forward(
+                token_ids[start : start + size], positions, kv_caches=caches, attention_metadata=one_request(start, size, model)
+            )
             rows.append(model.compute_logits(hidden))
             start += size
     return torch.cat(rows)
 
 
-def one_request(start: int, size: int) -> AttentionBatch:
-    """A step of the positions start .. start + size - 1 of one request, each position a block."""
+def one_request(start: int, size: int, model: CausalLM) -> tuple[AttentionBatch, ...]:
+    """A step of the positions start .. start + size - 1 of one request, each position a block, for each KV-cache group."""
     bounds, lengths = np.array([0, size], dtype=np.int32), np.array([start + size], dtype=np.int32)
-    return AttentionBatch(
+    batch = AttentionBatch(
         num_reqs=1,
         num_tokens=size,
         max_query_len=size,
@@ -215,6 +239,8 @@ def one_request(start: int, size: int) -> AttentionBatch:
         block_table=torch.arange(start + size, dtype=torch.int32)[None],
         slot_mapping=torch.arange(start, start + size),
     )
+    assert isinstance(model, DecoderForCausalLM)
+    return tuple(replace(batch, sliding_window=group.sliding_window) for group in group_layers(model.config.layer_windows))
 
 
 def reference_logits(model: transformers.PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:

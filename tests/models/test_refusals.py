@@ -60,7 +60,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "quantized, and of an unknown kind": ({"quantization_config": {"quant_method": "gptq"}, "architectures": ["X"]}, "'gptq'"),
     "another architecture": (
         {"architectures": ["PhiForCausalLM"], "model_type": "phi"},
-        "'PhiForCausalLM' is not supported; supported: Llama",
+        "'PhiForCausalLM' is not supported; supported: Gemma3ForCausalLM, Llama",
     ),
     "a classifier": ({"architectures": ["LlamaForSequenceClassification"]}, "'LlamaForSequenceClassification' is not supported"),
     "a reward model": ({"architectures": ["Qwen2ForRewardModel"], "model_type": "qwen2"}, "'Qwen2ForRewardModel' is not supported"),

@@ -11,11 +11,7 @@ from typing import Any
 
 from aioengine.config import EngineConfig
 from aioengine.errors import ConfigError
-from aioengine.events.bus import StepBus
-from aioengine.events.recording.locked_file import RecordingFile
 from aioengine.events.recording.reader import read_recording
-from aioengine.events.step_event import Event
-from aioengine.events.wire import WireHeader, encode, encode_header
 from aioengine.replay.recording import read_settings
 from aioengine.testing import FakeTokenizer, make_model_info
 from aioengine_bench import console
@@ -23,20 +19,20 @@ from aioengine_bench.datasets import load_dataset
 from aioengine_bench.load import LoadResult
 from aioengine_bench.metrics import percentile_name
 from aioengine_bench.results import check_saving, environment, save_result, timestamp, with_metadata
-from aioengine_bench.serve import default_file_name, due_times, make_result
+from aioengine_bench.serve import default_file_name, describe_reasons, due_times, make_result
 from aioengine_bench.settings import ServeSettings
-from aioengine_bench.simulate.arrivals import Arrival
+from aioengine_bench.simulate.arrivals import Arrival, block_hashes
 from aioengine_bench.simulate.cost import HostCost, StepCost, fit, roofline
+from aioengine_bench.simulate.figures import RunningFigures
 from aioengine_bench.simulate.goal import Goal, best
 from aioengine_bench.simulate.plan import Plan, Value, combinations
-from aioengine_bench.simulate.replica import Replica
-from aioengine_bench.simulate.run import Recorder, Routing, SimulatedRun, simulate
+from aioengine_bench.simulate.run import DetailedRecorder
+from aioengine_bench.simulate.run_plan import MAX_MODEL_LEN, run_plan
 from aioengine_bench.simulate.settings import SimulateSettings
 from aioengine_bench.simulate.traces import from_recording, read_trace, repeat
 
-_MAX_DETAILED = 50_000  # requests of which every token's time is kept
+_MAX_DETAILED = 50_000  # requests of which every token's time is kept; of more, figures
 _DEFAULT_NUM_BLOCKS = 16_384
-_MAX_MODEL_LEN = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +50,8 @@ def run_simulate(settings: SimulateSettings, serve: ServeSettings) -> None:
     given = _read_input(settings, serve)
     default_name = default_file_name(serve, date)
     check_saving(serve.save, ["benchmark", "simulated"], default_name=default_name)
+    if serve.save.detailed and (settings.num_requests or len(given.arrivals)) > _MAX_DETAILED:
+        raise ConfigError(f"--save-detailed keeps every token's time, for {_MAX_DETAILED} requests at most: leave it out")
     changes = list(combinations({**settings.sweep, **settings.vary}))
     if len(changes) > 1 and settings.record is not None:
         raise ConfigError("--record is for one simulation: leave out --sweep and --vary")
@@ -61,6 +59,10 @@ def run_simulate(settings: SimulateSettings, serve: ServeSettings) -> None:
     out = console.output_stream(stdout_is_taken=serve.save.claims_stdout)
     for note in given.notes:
         print(f"Note: {note}", file=out)
+    for change, result in zip(changes, results, strict=True):
+        if reasons := result["failure_reasons"]:
+            which = "".join(f" with {name}={value}" for name, value in change.items())
+            print(f"Note: failed{which}: {describe_reasons(reasons)}", file=out)
     chosen = 0
     if len(results) == 1:
         print(console.serving_block(results[0], _metrics(serve, results[0]), [percentile_name(p) for p in serve.percentiles]), file=out)
@@ -89,7 +91,7 @@ def _read_input(settings: SimulateSettings, serve: ServeSettings) -> _Input:
     if settings.from_recording is not None:
         recording = read_recording(settings.from_recording)
         known, trace = read_settings(recording.header), from_recording(recording)
-        cost, host, error = fit(recording.events)
+        cost, host, error = fit(recording)
         notes.append(f"costs fitted to {settings.from_recording}: half of its steps within {error:.1%}")
         if known.scheduler.num_speculative_tokens:
             raise ConfigError("a recording with draft tokens cannot be simulated: whether one is right depends on the text")
@@ -105,27 +107,17 @@ def _read_input(settings: SimulateSettings, serve: ServeSettings) -> _Input:
     requests = load_dataset(serve.dataset, FakeTokenizer(), vocab_size=FakeTokenizer.vocab_size)
     times = due_times(serve, requests)
     arrivals = [
-        Arrival(index, due, request.prompt_len, request.max_tokens, block_hashes=_hashes(request.prompt_token_ids, plan.cache.block_size))
+        Arrival(
+            index, due, request.prompt_len, request.max_tokens, block_hashes=block_hashes(request.prompt_token_ids, plan.cache.block_size)
+        )
         for index, (request, due) in enumerate(zip(requests, times, strict=True))
     ]
     return _Input(plan, arrivals, serve.dataset.label, notes)
 
 
-def _hashes(token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """The real ones, so that datasets share what their prompts share."""
-    from aioengine.core.block_hash import hash_block, root_hash
-
-    hashes: list[bytes] = []
-    parent = root_hash("simulate")
-    for start in range(0, len(token_ids) - block_size + 1, block_size):
-        parent = hash_block(parent, token_ids[start : start + block_size])
-        hashes.append(parent)
-    return hashes
-
-
 def _costs(settings: SimulateSettings, notes: list[str]) -> tuple[StepCost, HostCost]:
     if settings.cost is not None:
-        cost, host, error = fit(read_recording(settings.cost).events)
+        cost, host, error = fit(read_recording(settings.cost))
         notes.append(f"costs fitted to {settings.cost}: half of its steps within {error:.1%}")
         return cost, host
     model, _, device = settings.roofline.partition(",")
@@ -134,7 +126,7 @@ def _costs(settings: SimulateSettings, notes: list[str]) -> tuple[StepCost, Host
 
 
 def _plan_of(config: EngineConfig, cost: StepCost, host: HostCost) -> Plan:
-    info = make_model_info(max_position_embeddings=_MAX_MODEL_LEN)
+    info = make_model_info(max_position_embeddings=MAX_MODEL_LEN)
     resolved = config.resolve(info, cuda_available=config.device.startswith("cuda"), free_memory_bytes=1 << 34)
     return Plan(resolved.scheduler, resolved.cache, resolved.cache.num_kv_cache_blocks or _DEFAULT_NUM_BLOCKS, cost, host)
 
@@ -154,14 +146,17 @@ def _simulate_one(
         arrivals = (dataclasses.replace(arrival, time=arrival.time / plan.speed) for arrival in arrivals)
     start = time.perf_counter()
     name = ", ".join(f"{key}={value}" for key, value in change.items())
+    recorder = DetailedRecorder() if num_requests <= _MAX_DETAILED else RunningFigures(serve.slo_ms)
     with console.progress_bar(num_requests, description=f"simulating {name}".strip(), disable=serve.disable_progress) as bar:
-        every_token = num_requests <= _MAX_DETAILED
-        run, replicas = run_plan(
-            plan, arrivals, routing=settings.routing, every_token=every_token, record=settings.record, on_arrival=bar.update
-        )
-    serve = serve if every_token else dataclasses.replace(serve, metrics=tuple(name for name in serve.metrics if name != "itl"))
-    load = LoadResult(run.records, 0.0, max((record.end_time for record in run.records), default=0.0))
-    return make_result(serve, load, num_requests=num_requests, date=date) | {
+        run, replicas = run_plan(plan, arrivals, recorder, routing=settings.routing, record=settings.record, on_arrival=bar.update)
+    if isinstance(recorder, DetailedRecorder):
+        end = max((record.end_time for record in recorder.records), default=0.0)
+        result = make_result(serve, LoadResult(recorder.records, 0.0, end), num_requests=num_requests, date=date)
+    else:
+        summary = recorder.summary(percentiles=serve.percentiles, metrics=serve.metrics)
+        result = make_result(serve, LoadResult([], 0.0, 0.0), num_requests=num_requests, date=date, summary=summary)
+    return result | {
+        "num_not_sent": 0,
         "backend": "aioengine-simulate",
         "endpoint_type": "aioengine-simulate",
         "benchmark": "simulate",
@@ -187,54 +182,6 @@ def _simulate_one(
         "engine": {},
         "environment": environment(),
     }
-
-
-def run_plan(
-    plan: Plan,
-    arrivals: Iterable[Arrival],
-    *,
-    routing: Routing = "round_robin",
-    every_token: bool = True,
-    record: str | None = None,
-    on_arrival: Any = None,
-) -> tuple[SimulatedRun, list[Replica]]:
-    """One simulation. record: write the events of the first replica there, in virtual time. Raises ConfigError."""
-    recorder = Recorder(every_token=every_token)
-    file, bus = None, None
-    if record is not None:
-        file, bus = RecordingFile(record), StepBus()
-        config = {
-            "model": dataclasses.asdict(make_model_info(max_position_embeddings=_MAX_MODEL_LEN)),
-            "scheduler": dataclasses.asdict(plan.scheduler),
-            "cache": dataclasses.asdict(plan.cache),
-        }
-        header = WireHeader.create("simulated", config, num_kv_cache_blocks=plan.num_kv_cache_blocks)
-        file.begin(encode_header(dataclasses.replace(header, unix_time=0.0, perf_counter=0.0)))
-        write = file.write
-
-        def observe(event: Event) -> None:
-            pending = memoryview(encode(event))
-            while pending:
-                pending = pending[write(pending) :]
-
-        bus.add_observer(observe)
-    try:
-        replicas = [
-            Replica(
-                plan.scheduler,
-                cache=plan.cache,
-                num_kv_cache_blocks=plan.num_kv_cache_blocks,
-                cost=plan.cost,
-                host=plan.host,
-                on_outputs=recorder.take,
-                bus=bus if index == 0 else None,
-            )
-            for index in range(plan.replicas)
-        ]
-        return simulate(arrivals, replicas, recorder=recorder, routing=routing, on_arrival=on_arrival), replicas
-    finally:
-        if file is not None:
-            file.close()
 
 
 # ---------------------------------------------------------------------------------------------------- what comes out
