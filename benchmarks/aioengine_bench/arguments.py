@@ -312,6 +312,9 @@ def _add_compare(commands: Any, host: Host) -> None:
   aioengine bench compare --engines aioengine vllm llama.cpp --workload mixed --num-runs 3
   aioengine bench compare --engines aioengine:weights=fast openvino:weight_format=int8 openvino:weight_format=int4
   aioengine bench compare --engines aioengine llama.cpp llama.cpp:gguf=/path/to/the-same-model.Q4_0.gguf
+  aioengine bench compare --all-settings --workload mixed --output-json mixed.json       every engine at all its settings
+  aioengine bench compare --table mixed.json long.json --markdown       one table of several results
+  aioengine bench compare --setup ik_llama.cpp --checkout ~/src/ik_llama.cpp
   aioengine bench compare --host-cost                  the scheduler alone, beside vLLM's
 """,
     )
@@ -323,10 +326,15 @@ def _add_compare(commands: Any, host: Host) -> None:
     def handle(args: argparse.Namespace, start_time: float) -> None:
         from aioengine_bench.compare import compare
 
+        running = ("engines", "workload", "max_requests", "reference", "all_settings", "num_runs", "picture")
         if args.host_cost:
-            refuse_unused(args, ("engines", "workload", "max_requests", "reference"), "has no effect on --host-cost")
+            refuse_unused(args, [name for name in running if name not in ("num_runs", "picture")], "has no effect on --host-cost")
         else:
             refuse_unused(args, ("num_reqs", "num_steps"), "needs --host-cost")
+        if args.setup is None:
+            refuse_unused(args, ("checkout",), "needs --setup")
+        if args.table is not None:
+            refuse_unused(args, (*running, "setup", "list", "host_cost"), "has no effect on --table")
         compare(CompareSettings(**given(args, CompareSettings), model=args.model, save=save_options(args)))
 
     parser.set_defaults(handler=handle)

@@ -7,7 +7,6 @@ changes on the machine meets all of them. Each turn has other prompts of the sam
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,29 +19,40 @@ import orjson
 
 from aioengine.errors import AioEngineError, ConfigError
 from aioengine_bench import console, svg
+from aioengine_bench.compare_table import OWN, comparison_table, load_note, mark_best, print_table, without_folders
 from aioengine_bench.files import check_writable, write_file
 from aioengine_bench.metrics import median_run, percentile, summarize
 from aioengine_bench.peer_process import PeerFailedError, PeerProcess, float32_folder
-from aioengine_bench.peers import PEERS, Contestant, find_contestant, find_peer, runner_path, set_up
+from aioengine_bench.peer_setup import check_checkout, set_up
+from aioengine_bench.peers import PEERS, Contestant, Peer, find_contestant, find_peer, runner_path, with_all_settings
 from aioengine_bench.results import check_saving, environment, file_name, save_result, timestamp, with_metadata
+from aioengine_bench.serve import describe_reasons
 from aioengine_bench.settings import CompareSettings
 from aioengine_bench.workloads import Workload, WorkloadRequest, load_workload
 
-_COMPARE_KEYS = ("date", "benchmark", "workload", "model_id", "num_runs", "rows", "errors", "interrupted", "environment")
+_COMPARE_KEYS = (*("date", "benchmark", "workload", "model_id", "num_runs", "rows", "errors", "interrupted", "load_note", "environment"),)
 
 
 def compare(settings: CompareSettings) -> None:
     """List, set up, or compare. Raises ConfigError, AioEngineError."""
-    if settings.list_engines:
-        rows = [[p.name, "yes" if p.is_set_up(settings.folder) else "no", p.summary] for p in PEERS.values()]
-        print("\n".join(f"{name:<14} set up: {state:<4} {summary}" for name, state, summary in rows))
+    if settings.tables:
+        print_table(settings.tables, markdown=settings.markdown)
+    elif settings.list_engines:
+        print("\n".join(_listed(peer, settings.folder) for peer in PEERS.values()))
     elif settings.setup:
-        for peer in [find_peer(name) for name in settings.setup]:
-            set_up(peer, settings.folder, say=_say)
+        peers = [find_peer(name) for name in settings.setup]
+        check_checkout(peers, settings.checkout)
+        for peer in peers:
+            set_up(peer, settings.folder, say=_say, checkout=settings.checkout)
     elif settings.host_cost:
         _compare_host_cost(settings)
     else:
         _compare_engines(settings)
+
+
+def _listed(peer: Peer, folder: Path) -> str:
+    settings = f"\n{'':<14} settings: {' '.join(one or '(none)' for one in peer.settings)}" if peer.settings != ("",) else ""
+    return f"{peer.name:<14} set up: {peer.state(folder):<11} {peer.summary}{settings}"
 
 
 # ---------------------------------------------------------------------------------------------------- engines
@@ -61,14 +71,21 @@ def agreement(token_ids: Sequence[list[int]], reference: Sequence[list[int]]) ->
 
 def _chosen(settings: CompareSettings) -> list[Contestant]:
     folder = settings.folder
-    names = settings.engines or [peer.name for peer in PEERS.values() if peer.is_set_up(folder)]
+    able = [peer.name for peer in PEERS.values() if not peer.workloads or settings.workload in peer.workloads]
+    names = settings.engines or [name for name in able if PEERS[name].state(folder) == "yes"]
+    names = with_all_settings(names) if settings.all_settings else names
     contestants = [find_contestant(name) for name in names]
-    for name in {name for name in names if list(names).count(name) > 1}:
+    for name in [name for name in names if list(names).count(name) > 1]:
         raise ConfigError(f"{name} is named twice")
     for peer in [contestant.peer for contestant in contestants]:
-        if not peer.is_set_up(folder):
-            raise ConfigError(f"{peer.name} is not set up in {folder}: run `aioengine bench compare --setup {peer.name}` first")
+        if peer.name not in able:
+            raise ConfigError(f"{peer.name} runs the workload {', '.join(peer.workloads)} alone, not {settings.workload}")
+        if (state := peer.state(folder)) != "yes":
+            raise ConfigError(f"{peer.name} is {_NOT_SET_UP[state]} in {folder}: run `aioengine bench compare --setup {peer.name}` first")
     return contestants
+
+
+_NOT_SET_UP = {"no": "not set up", "interrupted": "half set up (it was interrupted)", "outdated": "set up from an older list of packages"}
 
 
 def _runner_settings(settings: CompareSettings, workload: Workload) -> dict[str, Any]:
@@ -110,9 +127,11 @@ class Comparison:
                 wall_s, records, token_ids = process.run(requests)
                 figures = summarize(records, duration=wall_s, percentiles=(50, 99))
                 self.turns[process.name].append({"wall_s": wall_s, **figures})
-                if keep_tokens:
+                if keep_tokens and token_ids is not None:
                     self.token_ids[process.name] = token_ids
                 _say(f"turn {len(self.turns[process.name])}, {process.name}: {console.number(figures['output_throughput'], 1)} tok/s")
+                if figures["failed"]:
+                    _say(f"  {figures['failed']} requests lost: {describe_reasons(figures['failure_reasons'])}")
 
     def _noting_failure(self, process: PeerProcess) -> _NoteFailure:
         return _NoteFailure(self, process)
@@ -149,6 +168,8 @@ def _compare_engines(settings: CompareSettings) -> None:
     if settings.reference is not None and settings.reference not in names:
         raise ConfigError(f"the reference {settings.reference!r} is not among the engines {', '.join(names)}")
     interrupted = False
+    before = environment()  # the engines themselves are the load later on
+    note = load_note(before["load_average"], before["num_cpus"])
     with ExitStack() as stack:
         processes = [stack.enter_context(PeerProcess(contestant.name, _command(contestant, settings))) for contestant in contestants]
         comparison = Comparison(processes, {contestant.name: contestant.options for contestant in contestants})
@@ -161,6 +182,7 @@ def _compare_engines(settings: CompareSettings) -> None:
         except KeyboardInterrupt:
             interrupted = True
         rows = [_row(process, comparison, settings) for process in everyone if comparison.turns[process.name]]
+    mark_best(rows)
     result = {
         "date": date,
         "benchmark": "compare",
@@ -170,6 +192,7 @@ def _compare_engines(settings: CompareSettings) -> None:
         "rows": rows,
         "errors": comparison.errors,
         "interrupted": interrupted,
+        "load_note": note,
         "environment": environment(),
     }
     _report(settings, result, default_name)
@@ -210,6 +233,8 @@ def _row(process: PeerProcess, comparison: Comparison, settings: CompareSettings
         "startup_s": process.facts["startup_s"],
         "peak_rss_mb": process.peak_rss_mb,
         "failed": sum(turn["failed"] for turn in turns),
+        "failure_reasons": _all_reasons(turns),
+        "unseen_tokens": process.num_unseen_tokens,
         "agreement": agreement(known[1], known[0]) if known[0] is not None and known[1] is not None else None,
         "agreement_of": len(known[1]) if known[1] is not None else None,
         "reference": reference,
@@ -218,49 +243,39 @@ def _row(process: PeerProcess, comparison: Comparison, settings: CompareSettings
     }
 
 
+def _all_reasons(turns: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for turn in turns:
+        for reason, count in turn["failure_reasons"].items():
+            counts[reason] = counts.get(reason, 0) + count
+    return counts
+
+
+# Those that compute in float32 on float32 weights, and ours if none does.
+_REFERENCES = ("vllm", "vllm:dtype=float32", "transformers", "openvino", "openvino:weight_format=fp32", "aioengine:weights=exact", OWN)
+
+
 def _default_reference(comparison: Comparison) -> str | None:
-    """The first peer that computes in float32 on float32 weights, but not ourselves if another does."""
-    for name in ("vllm", "transformers", "openvino", "aioengine"):
-        if name in comparison.token_ids:
-            return name
-    return None
+    return next((name for name in _REFERENCES if name in comparison.token_ids), None)
 
 
 def _report(settings: CompareSettings, result: dict[str, Any], default_name: str) -> None:
     out = console.output_stream(stdout_is_taken=settings.save.claims_stdout)
-    columns = [
-        "engine",
-        "output tok/s",
-        "range",
-        "TTFT p50 ms",
-        "ITL p50 ms",
-        "ITL p99 ms",
-        "start s",
-        "peak MB",
-        "same tokens",
-        "precision",
-    ]
-    lines = []
-    for row in result["rows"]:
-        span = f"{console.number(row['least_output_throughput'], 1)}-{console.number(row['most_output_throughput'], 1)}"
-        same = "-" if row["agreement"] is None else f"{row['agreement']}/{row['agreement_of']}"
-        figures = [console.number(row[key], 1) for key in ("p50_ttft_ms", "p50_itl_ms", "p99_itl_ms", "startup_s", "peak_rss_mb")]
-        name = f"{_without_folders(row['engine'])} {row['version']}"
-        lines.append([name, console.number(row["output_throughput"], 1), span, *figures, same, row["precision"]])
-    print((console.markdown_table if settings.markdown else console.table)(columns, lines), file=out)
+    print(comparison_table(result["rows"], markdown=settings.markdown), file=out)
     if result["rows"] and result["rows"][0]["reference"]:
         print(f"\nSame tokens: requests whose greedy tokens are those of {result['rows'][0]['reference']}.", file=out)
+    if result["load_note"] is not None:
+        print(f"\nNote: {result['load_note']}.", file=out)
+    for row in result["rows"]:
+        if row["failed"]:
+            reasons = describe_reasons(row["failure_reasons"])
+            print(f"{without_folders(row['engine'])} lost {row['failed']} requests: {reasons}", file=sys.stderr)
     for name, error in result["errors"].items():
         print(f"{name} failed: {error}", file=sys.stderr)
-    bars = [(_without_folders(row["engine"]), row["output_throughput"]) for row in result["rows"] if row["output_throughput"] is not None]
+    bars = [(without_folders(row["engine"]), row["output_throughput"]) for row in result["rows"] if row["output_throughput"] is not None]
     _finish(
         settings, result, default_name, svg.bar_chart(f"Output tokens a second, {result['workload']}", bars, x_label="higher is better")
     )
-
-
-def _without_folders(engine: str) -> str:
-    """`llama.cpp:gguf=/models/x.gguf` as a table shows it: whose folder it was is nobody's business."""
-    return re.sub(r"=[^,]*/", "=", engine)
 
 
 def _finish(settings: CompareSettings, result: dict[str, Any], default_name: str, picture: str) -> None:
@@ -280,7 +295,7 @@ def _compare_host_cost(settings: CompareSettings) -> None:
     _check_saving(settings, ("date", "benchmark", "rows", "num_runs", "environment"), file_name(["host-cost"], date))
     vllm = find_peer("vllm")
     commands = {"aioengine": [sys.executable, "-m", "aioengine_bench.host_cost"]}
-    if vllm.is_set_up(settings.folder):
+    if vllm.state(settings.folder) == "yes":
         folder, _ = float32_folder(settings.model, settings.folder)
         script = str(runner_path("vllm_host_cost.py"))
         commands["vllm"] = [str(vllm.python(settings.folder)), script, "--model", str(folder)]

@@ -28,6 +28,7 @@ class PeerProcess:
         self.name = name
         self.facts: dict[str, Any] = {}
         self.peak_rss_mb: float | None = None
+        self.num_unseen_tokens = 0  # of all turns: counted by the engine, and never sent
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log)
 
@@ -35,11 +36,12 @@ class PeerProcess:
         """Load the model; returns when the engine answers."""
         self.facts = self._ask(settings)
 
-    def run(self, requests: Sequence[WorkloadRequest]) -> tuple[float, list[RequestRecord], list[list[int]]]:
-        """All requests at once: seconds of wall clock, one record a request, their tokens."""
+    def run(self, requests: Sequence[WorkloadRequest]) -> tuple[float, list[RequestRecord], list[list[int]] | None]:
+        """All requests at once: seconds of wall clock, one record a request, their tokens (None: it does not tell them)."""
         message = {"requests": [{"prompt": request.prompt_token_ids, "max_tokens": request.max_tokens} for request in requests]}
         answer = self._ask(message)
         self.peak_rss_mb = answer["peak_rss_mb"]
+        self.num_unseen_tokens += sum(answer["unseen"])
         records = [
             RequestRecord(
                 index=index,
@@ -48,9 +50,10 @@ class PeerProcess:
                 send_time=0.0,
                 chunk_times=tuple(seconds for seconds, _ in chunks),
                 chunk_sizes=tuple(size for _, size in chunks),
-                outcome="completed" if sum(size for _, size in chunks) == request.max_tokens else "failed",
+                outcome="failed" if (lost := error or _shortfall(chunks, request)) else "completed",
+                error=lost,
             )
-            for index, (request, chunks) in enumerate(zip(requests, answer["chunks"], strict=True))
+            for index, (request, chunks, error) in enumerate(zip(requests, answer["chunks"], answer["errors"], strict=True))
         ]
         return float(answer["wall_s"]), records, answer["token_ids"]
 
@@ -92,6 +95,11 @@ class PeerProcess:
 
     def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
+
+
+def _shortfall(chunks: Sequence[tuple[float, int]], request: WorkloadRequest) -> str:
+    num_tokens = sum(size for _, size in chunks)
+    return "" if num_tokens == request.max_tokens else f"{num_tokens} tokens in place of {request.max_tokens}"
 
 
 def float32_folder(model: str, peers_dir: Path) -> tuple[Path, str | None]:

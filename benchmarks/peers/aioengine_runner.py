@@ -15,6 +15,7 @@ class AioEngine:
     """The engine in this process, its event loop driven from outside between runs."""
 
     name = "aioengine"
+    tells_tokens = True
     version = __version__
     note = "AsyncEngine, one stream a request"
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol import Answer, Request, serve
+from quantized import make_file, model_file
 
 _START_TIMEOUT_S = 120.0
 
@@ -44,12 +45,34 @@ def _free_port() -> int:
         return port
 
 
+def read_answer(lines: list[tuple[float, bytes]]) -> Answer:
+    """What the server sent, as (seconds, line). It streams no token that ends inside a character: its own count has them too."""
+    answer = Answer()
+    is_ended = False
+    for seconds, line in lines:
+        if not line.startswith((b"data: ", b"error: ")):
+            continue
+        message = json.loads(line.split(b": ", 1)[1])
+        if line.startswith(b"error: ") or "error" in message:
+            answer.error = str(message.get("error", message))[:300]
+        elif not message.get("stop"):
+            answer.add(seconds, message["tokens"])
+        else:
+            is_ended = True
+            answer.add_unseen(seconds, message["tokens_predicted"] - len(answer.token_ids))
+    if not is_ended and not answer.error:
+        status = lines[0][1].decode("latin-1").strip() if lines else "no answer"
+        answer.error = f"the stream ended without its last message ({status})"
+    return answer
+
+
 class LlamaCpp:
     name = "llama.cpp"
+    tells_tokens = True
 
     def __init__(self, settings: dict[str, Any]) -> None:
         options = settings.get("options", {})
-        gguf = options.get("gguf", settings["gguf"])
+        gguf = str(model_file(settings))
         self._port = _free_port()
         threads, slots = str(settings["num_threads"]), settings["max_num_seqs"]
         server = str(options.get("server") or _find_server())
@@ -99,14 +122,9 @@ class LlamaCpp:
         head = f"POST /completion HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         writer.write(f"{head}Connection: close\r\n\r\n".encode() + body)
         # Stamped before it is parsed.
-        lines = [(time.perf_counter() - start, line) async for line in reader if line.startswith(b"data: ")]
+        lines = [(time.perf_counter() - start, line) async for line in reader]
         writer.close()
-        answer = Answer()
-        for seconds, line in lines:
-            message = json.loads(line[6:])
-            if not message.get("stop"):
-                answer.add(seconds, message["tokens"])
-        return answer
+        return read_answer(lines)
 
     def close(self) -> None:
         self._process.terminate()
@@ -114,4 +132,4 @@ class LlamaCpp:
 
 
 if __name__ == "__main__":
-    serve(LlamaCpp)
+    serve(LlamaCpp, prepare=make_file)

@@ -39,6 +39,7 @@ def convert(settings: dict[str, Any]) -> None:
 
 class OpenVino:
     name = "openvino"
+    tells_tokens = True
 
     def __init__(self, settings: dict[str, Any]) -> None:
         weight_format = _weight_format(settings)
@@ -56,10 +57,14 @@ class OpenVino:
         precision = settings.get("options", {}).get("precision", "f32" if weight_format == "fp32" else None)
         if precision is not None:
             properties["INFERENCE_PRECISION_HINT"] = precision
+        group_size = settings.get("options", {}).get("dynamic_group_size")
+        if group_size is not None:
+            properties["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = group_size
         self._pipeline = self._genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", properties)
         self._numbers = itertools.count()
         self.version = self._genai.__version__
         self.precision = f"{weight_format} weights" + (f", {precision} activations" if precision else "")
+        self.precision += f" in groups of {group_size}" if group_size is not None else ""
         self.note = "ContinuousBatchingPipeline, in process"
 
     def run(self, requests: list[Request]) -> list[Answer]:

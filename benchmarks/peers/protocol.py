@@ -5,7 +5,8 @@
     -> {"model_folder", "gguf", "max_num_seqs", "max_model_len", "num_threads", "max_num_batched_tokens"}
     <- {"ready": true, "startup_s", "engine", "version", "precision", "note"}
     -> {"requests": [{"prompt": [ids], "max_tokens": n}, ...]}          any number of times
-    <- {"wall_s", "chunks": [[[seconds since the start, tokens], ...], ...], "token_ids": [[ids], ...], "peak_rss_mb"}
+    <- {"wall_s", "chunks": [[[seconds since the start, tokens], ...], ...], "token_ids": [[ids], ...] or null, "peak_rss_mb",
+        "errors": [text or "", ...], "unseen": [tokens that are counted in chunks and were never sent, ...]}
 
 All requests of a message are sent at once, decoded greedily, and run to `max_tokens` whatever tokens come.
 """
@@ -19,7 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 Request = dict[str, Any]
 """{"prompt": token ids, "max_tokens": n}"""
@@ -27,15 +28,26 @@ Request = dict[str, Any]
 
 @dataclass
 class Answer:
-    """One request's chunks as (seconds since the start of the run, tokens), and its tokens."""
+    """One request's chunks as (seconds since the start of the run, tokens), and its tokens.
+
+    num_unseen: tokens that the engine counts and never sent. error: why there is no whole answer.
+    """
 
     chunks: list[tuple[float, int]] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    num_unseen: int = 0
+    error: str = ""
 
     def add(self, seconds: float, token_ids: list[int]) -> None:
         if token_ids:
             self.chunks.append((seconds, len(token_ids)))
             self.token_ids += token_ids
+
+    def add_unseen(self, seconds: float, num_tokens: int) -> None:
+        """Work that was done: it counts, though nobody knows which tokens they are."""
+        if num_tokens > 0:
+            self.chunks.append((seconds, num_tokens))
+            self.num_unseen += num_tokens
 
 
 class Engine(Protocol):
@@ -45,12 +57,21 @@ class Engine(Protocol):
     version: str
     precision: str  # of the weights and of the arithmetic, for people
     note: str
+    tells_tokens: bool = True  # false: it says how many, and not which
 
     def run(self, requests: list[Request]) -> list[Answer]:
         """All requests at once; returns when the last is through."""
 
     def close(self) -> None:
         """Stop whatever was started."""
+
+
+@runtime_checkable
+class TimesItself(Protocol):
+    """An engine whose run holds more than the work, such as loading the model."""
+
+    def wall_s(self, answers: list[Answer]) -> float:
+        """Seconds of the work alone."""
 
 
 def serve(load: Callable[[dict[str, Any]], Engine], *, prepare: Callable[[dict[str, Any]], None] | None = None) -> None:
@@ -77,9 +98,11 @@ def serve(load: Callable[[dict[str, Any]], Engine], *, prepare: Callable[[dict[s
             answers = engine.run(requests)
             send(
                 {
-                    "wall_s": time.perf_counter() - begin,
+                    "wall_s": engine.wall_s(answers) if isinstance(engine, TimesItself) else time.perf_counter() - begin,
                     "chunks": [answer.chunks for answer in answers],
-                    "token_ids": [answer.token_ids for answer in answers],
+                    "token_ids": [answer.token_ids for answer in answers] if engine.tells_tokens else None,
+                    "errors": [answer.error for answer in answers],
+                    "unseen": [answer.num_unseen for answer in answers],
                     "peak_rss_mb": peak_rss_mb(),
                 }
             )

@@ -28,6 +28,7 @@ class _Streamer:
 
 class Transformers:
     name = "transformers"
+    tells_tokens = True
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._torch = importlib.import_module("torch")

@@ -37,6 +37,7 @@ def _hide_avx512() -> None:
 
 class Vllm:
     name = "vllm"
+    tells_tokens = True
 
     def __init__(self, settings: dict[str, Any]) -> None:
         os.environ.update(ENVIRONMENT)

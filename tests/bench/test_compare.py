@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 
-from aioengine.errors import ConfigError
+from aioengine.errors import AioEngineError, ConfigError
 from aioengine_bench import compare as compare_module
 from aioengine_bench import peers as peers_module
 from aioengine_bench.compare import agreement, compare, host_cost_rows, turn_requests
+from aioengine_bench.compare_table import combined_table, load_note, mark_best
 from aioengine_bench.peer_process import PeerFailedError, PeerProcess
-from aioengine_bench.peers import PEERS, RUNNERS, Peer, build_environment, find_contestant, requirements, runner_path, set_up
+from aioengine_bench.peer_setup import check_checkout, cmake_arguments, requirements, set_up
+from aioengine_bench.peers import PEERS, RUNNERS, STAMP, Build, Peer, find_contestant, runner_path, with_all_settings
 from aioengine_bench.settings import CompareSettings
 from aioengine_bench.specs import SaveOptions
 from aioengine_bench.workloads import WorkloadRequest, load_workload
@@ -30,7 +32,7 @@ sys.path.insert(0, {str(RUNNERS)!r})
 from protocol import Answer, serve
 
 class Engine:
-    name, version, precision, note = "fake", "1", "none", ""
+    name, version, precision, note, tells_tokens = "fake", "1", "none", "", True
 
     def __init__(self, settings):
         print("noise on stdout")
@@ -165,25 +167,119 @@ def test_requirements_leave_out_extras_and_what_is_excluded(tmp_path: Path) -> N
 
 
 def test_the_caller_has_the_last_word_on_a_build() -> None:
-    peer = Peer("x", "x.py", "x", build_environment={"CMAKE_ARGS": "-DA=1 -DB=1", "JOBS": "2"})
-    assert build_environment(peer, {"HOME": "/"}) == {"HOME": "/", "CMAKE_ARGS": "-DA=1 -DB=1", "JOBS": "2"}
-    given = {"CMAKE_ARGS": "-DB=0", "JOBS": "1"}
-    assert build_environment(peer, given) == {"CMAKE_ARGS": "-DA=1 -DB=1 -DB=0", "JOBS": "1"}
-    assert build_environment(Peer("y", "y.py", "y"), {"HOME": "/"}) == {"HOME": "/"}
+    build = Build(target="x", cmake_args=("-DA=1",))
+    assert cmake_arguments(build, {"CMAKE_ARGS": "-DA=0 -DB=2"})[-3:] == ["-DA=1", "-DA=0", "-DB=2"]
 
 
-def test_packages_are_installed_one_call_each_in_the_environment_of_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[list[str], str]] = []
+@pytest.fixture
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment whose Python is the one of the tests' shell: `true` in place of pip."""
 
-    def run(command: Sequence[str], *, check: bool, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-        calls.append((list(command[4:]), env["CMAKE_ARGS"]))
-        return subprocess.CompletedProcess(command, 0)
+    def create(folder: Path, *, with_pip: bool, clear: bool) -> None:
+        (folder / "bin").mkdir(parents=True, exist_ok=True)
+        (folder / "bin" / "python").unlink(missing_ok=True)
+        (folder / "bin" / "python").symlink_to("/bin/echo")
 
-    monkeypatch.delenv("CMAKE_ARGS", raising=False)
-    monkeypatch.setattr(venv, "create", lambda folder, **settings: None)
-    monkeypatch.setattr(subprocess, "run", run)
-    set_up(Peer("x", "x.py", "x", install=[["a"], ["b", "c"]], build_environment={"CMAKE_ARGS": "-DA=1"}), tmp_path, say=print)
-    assert calls == [(["--quiet", "a"], "-DA=1"), (["--quiet", "b", "c"], "-DA=1")]
+    monkeypatch.setattr(venv, "create", create)
+
+
+@pytest.mark.usefixtures("no_environment")
+def test_a_set_up_is_finished_when_its_stamp_is_there(tmp_path: Path) -> None:
+    peer, said = Peer("x", "x.py", "x", install=[["a"]]), list[str]()
+    assert peer.state(tmp_path) == "no"
+    (tmp_path / "x" / "bin").mkdir(parents=True)
+    assert peer.state(tmp_path) == "interrupted"
+    set_up(peer, tmp_path, say=said.append)
+    assert peer.state(tmp_path) == "yes"
+    assert any("did not finish" in line for line in said)
+    set_up(peer, tmp_path, say=said.append)
+    assert "is set up in" in said[-1]
+    assert Peer("x", "x.py", "x", install=[["b"]]).state(tmp_path) == "outdated"
+    (tmp_path / "x" / STAMP).write_text("{")
+    assert peer.state(tmp_path) == "interrupted"
+
+
+@pytest.mark.usefixtures("no_environment")
+def test_a_set_up_that_fails_leaves_no_stamp_and_says_the_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = Peer("x", "x.py", "x", build=Build(target="t"))
+    checkout = tmp_path / "checkout"
+    checkout.mkdir()
+    (checkout / "CMakeLists.txt").write_text('message(FATAL_ERROR "no such luck")')
+    with pytest.raises(AioEngineError, match=r"(?s)failed with status.*no such luck"):
+        set_up(peer, tmp_path, say=print, checkout=str(checkout))
+    assert peer.state(tmp_path) == "interrupted"
+
+
+def test_a_checkout_is_asked_for_before_anything_is_made(tmp_path: Path) -> None:
+    peer = PEERS["ik_llama.cpp"]
+    with pytest.raises(ConfigError, match=r"ik_llama\.cpp is built from a checkout that you have: name it with --checkout DIR"):
+        check_checkout([peer], None)
+    with pytest.raises(ConfigError, match=r"has no CMakeLists\.txt"):
+        check_checkout([peer], str(tmp_path))
+    with pytest.raises(ConfigError, match="no effect"):
+        check_checkout([PEERS["vllm"]], str(tmp_path))
+
+
+def test_settings_that_an_engine_does_not_have_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="vllm has no setting 'weigths'; it has: dtype, isa"):
+        find_contestant("vllm:weigths=fast")
+    with pytest.raises(ConfigError, match="openvino:weight_format is one of fp32, fp16, int8, int4, got 'int5'"):
+        find_contestant("openvino:weight_format=int5")
+    with pytest.raises(ConfigError, match="there is no file"):
+        find_contestant("llama.cpp:gguf=/nowhere.gguf")
+    with pytest.raises(ConfigError):
+        find_contestant("aioengine:weigths=fast")
+
+
+def test_every_setting_of_every_engine_is_one_that_it_takes() -> None:
+    names = with_all_settings(list(PEERS))
+    assert [find_contestant(name).name for name in names] == names
+    assert {"aioengine:weights=exact", "vllm:dtype=bfloat16", "llama.cpp", "llama.cpp:quant=Q4_0"} <= set(names)
+    assert with_all_settings(["vllm:dtype=float32"]) == ["vllm:dtype=float32"], "what is named with a setting is that alone"
+
+
+def row(engine: str, figure: float, *, failed: int = 0) -> dict[str, Any]:
+    return {"engine": engine, "output_throughput": figure, "failed": failed, "agreement": 1, "agreement_of": 2}
+
+
+def test_the_best_setting_of_each_engine_is_one_that_lost_nothing() -> None:
+    rows = [row("a:x=1", 5.0), row("b", 1.0), row("a:x=2", 9.0, failed=1), row("a:x=3", 4.0)]
+    mark_best(rows)
+    assert [one["engine"] for one in rows if one["best_of_peer"]] == ["a:x=1", "b"]
+
+
+def test_one_table_of_several_results_shows_losing_rows_and_lost_requests() -> None:
+    rows = [row("aioengine", 10.0), row("b:x=1", 12.5), row("b:x=2", 50.0, failed=3)]
+    first = {"workload": "mixed", "rows": rows, "errors": {}, "load_note": "busy"}
+    second = {"workload": "long", "rows": rows[:1], "errors": {"b:x=1": "dead"}}
+    table = combined_table([first, second], markdown=True)
+    assert "| aioengine | **10.0** | 1 of 2 | **10.0** |" in table
+    assert "| b:x=1 | **12.5** | 1 of 2 |  |" in table
+    assert "| b:x=2 | 50.0 (3 lost) | 1 of 2 |  |" in table
+    assert "| best of aioengine over the best of the others | 0.80 |  |  |" in table
+    assert "mixed: busy." in table
+    assert "failed to run: b:x=1" in table
+    with pytest.raises(ConfigError, match="two results are of the workload 'mixed'"):
+        combined_table([first, first], markdown=True)
+
+
+def test_a_loaded_machine_is_named() -> None:
+    assert load_note(0.9, 2) is None
+    assert "load average 9.0 on 2 cores" in (load_note(9.0, 2) or "")
+
+
+def test_tokens_that_llama_cpp_never_streams_are_counted_by_its_own_numbers() -> None:
+    code = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from llamacpp_runner import read_answer
+lines = [(0.1, b'data: {"tokens": [1, 2]}'), (0.3, b'data: {"stop": true, "tokens_predicted": 5}')]
+whole, cut, refused = read_answer(lines), read_answer(lines[:1]), read_answer([(0.1, b"HTTP/1.1 503 X")])
+print(whole.chunks, whole.num_unseen, whole.error or "fine", "|", cut.error, "|", refused.error)
+"""
+    said = subprocess.run([sys.executable, "-c", code, str(RUNNERS)], capture_output=True, text=True, check=True).stdout
+    assert said.startswith("[(0.1, 2), (0.3, 3)] 3 fine | the stream ended without its last message")
+    assert "503" in said
 
 
 def test_every_peer_has_a_runner_that_imports_nothing_of_ours() -> None:
@@ -191,7 +287,7 @@ def test_every_peer_has_a_runner_that_imports_nothing_of_ours() -> None:
         path = runner_path(peer.runner)
         names = {node.module or "" for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)}
         names |= {alias.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import) for alias in node.names}
-        foreign = {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"protocol"}
+        foreign = {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"protocol", "quantized"}
         assert foreign == ({"aioengine"} if peer.own else set()), path
 
 
@@ -207,9 +303,9 @@ def test_what_is_not_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_an_engine_is_named_with_settings_of_its_own() -> None:
-    contestant = find_contestant("openvino:weight_format=int8,threads=2")
-    assert (contestant.name, contestant.peer.name) == ("openvino:weight_format=int8,threads=2", "openvino")
-    assert contestant.options == {"weight_format": "int8", "threads": 2}
+    contestant = find_contestant("openvino:weight_format=int8,dynamic_group_size=2")
+    assert (contestant.name, contestant.peer.name) == ("openvino:weight_format=int8,dynamic_group_size=2", "openvino")
+    assert contestant.options == {"weight_format": "int8", "dynamic_group_size": 2}
     assert find_contestant("vllm").options == {}
 
 
@@ -220,4 +316,4 @@ def test_settings_that_are_none_are_refused(text: str) -> None:
 
 
 def test_a_table_names_the_file_and_not_its_folder() -> None:
-    assert compare_module._without_folders("llama.cpp:gguf=/somewhere/deep/m.Q4_0.gguf,threads=2") == "llama.cpp:gguf=m.Q4_0.gguf,threads=2"
+    assert compare_module.without_folders("llama.cpp:gguf=/somewhere/deep/m.Q4_0.gguf,threads=2") == "llama.cpp:gguf=m.Q4_0.gguf,threads=2"
