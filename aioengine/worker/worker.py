@@ -12,7 +12,7 @@ from aioengine.config import GIB, ResolvedConfig
 from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.distributed.group import SINGLE_RANK, Group
 from aioengine.errors import ConfigError
-from aioengine.kv_cache_groups import num_layer_caches
+from aioengine.kv_cache_groups import longest_request, num_blocks_of_request, num_layer_caches
 from aioengine.outputs import ModelRunnerOutput
 from aioengine.printable import get_logger
 from aioengine.worker.device import create_device, limit_torch_threads
@@ -92,15 +92,17 @@ class Worker:
         single request of `max_model_len` tokens, unless that was left open.
         """
         cache, scheduler = self.config.cache, self.config.scheduler
+        groups = cache.kv_cache_groups
         if cache.num_kv_cache_blocks is not None:
             return cache.num_kv_cache_blocks
         assert self._model is not None, "load_model() comes first: it takes its share of the memory"
-        bytes_per_block = self._backend.kv_cache_bytes_per_block() * num_layer_caches(cache.kv_cache_groups)
+        bytes_per_block = self._backend.kv_cache_bytes_per_block() * num_layer_caches(groups)
         available = self.device.kv_cache_memory_bytes(cache, run_largest_step=self._run_largest_step, reserved=self._reserved())
-        blocks_per_request = -(-scheduler.max_model_len // cache.block_size)
+        lengths = {"block_size": cache.block_size, "max_step_tokens": scheduler.max_num_batched_tokens}
+        blocks_per_request = num_blocks_of_request(groups, scheduler.max_model_len, **lengths)
         num_blocks = min(available // bytes_per_block, scheduler.max_num_seqs * blocks_per_request + 1)
         if num_blocks < blocks_per_request + 1:
-            tokens_that_fit = max(num_blocks - 1, 0) * cache.block_size
+            tokens_that_fit = longest_request(groups, max(num_blocks - 1, 0), limit=scheduler.max_model_len, **lengths)
             need = f"{(blocks_per_request + 1) * bytes_per_block / GIB:.2f} GiB"
             if not scheduler.fit_max_model_len or tokens_that_fit < 2:
                 raise ConfigError(
