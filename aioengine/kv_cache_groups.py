@@ -60,6 +60,20 @@ def num_layer_caches(groups: Sequence[KVCacheGroup]) -> int:
     return max(len(group.layers) for group in groups)
 
 
+def num_blocks_of_request(groups: Sequence[KVCacheGroup], num_tokens: int, *, block_size: int, max_step_tokens: int) -> int:
+    """The most blocks of the pool that a request of so many tokens holds at once, in all groups together."""
+    return sum(group.max_num_blocks(num_tokens, block_size=block_size, max_step_tokens=max_step_tokens) for group in groups)
+
+
+def longest_request(groups: Sequence[KVCacheGroup], num_blocks: int, *, block_size: int, max_step_tokens: int, limit: int) -> int:
+    """How many tokens of one request, `limit` at most, so many blocks hold. 0: not even one block for each group."""
+
+    def blocks_of(num_tokens: int) -> int:
+        return num_blocks_of_request(groups, num_tokens, block_size=block_size, max_step_tokens=max_step_tokens)
+
+    return bisect_right(range(limit + 1), num_blocks, key=blocks_of) - 1
+
+
 def group_of_layers(groups: Sequence[KVCacheGroup]) -> tuple[int, ...]:
     """The number of each layer's group."""
     return _by_layer(groups, [[number] * len(group.layers) for number, group in enumerate(groups)])
@@ -76,17 +90,3 @@ def _by_layer(groups: Sequence[KVCacheGroup], values: Sequence[Sequence[int]]) -
     for group, of_group in zip(groups, values, strict=True):
         found.update(zip(group.layers, of_group, strict=True))
     return tuple(found[layer] for layer in range(len(found)))
-
-
-def num_blocks_of_request(groups: Sequence[KVCacheGroup], num_tokens: int, *, block_size: int, max_step_tokens: int) -> int:
-    """The most blocks of the pool that a request of so many tokens holds at once, in all groups together."""
-    return sum(group.max_num_blocks(num_tokens, block_size=block_size, max_step_tokens=max_step_tokens) for group in groups)
-
-
-def longest_request(groups: Sequence[KVCacheGroup], num_blocks: int, *, block_size: int, max_step_tokens: int, limit: int) -> int:
-    """How many tokens of one request, `limit` at most, so many blocks hold. 0: not even one block for each group."""
-
-    def blocks_of(num_tokens: int) -> int:
-        return num_blocks_of_request(groups, num_tokens, block_size=block_size, max_step_tokens=max_step_tokens)
-
-    return bisect_right(range(limit + 1), num_blocks, key=blocks_of) - 1

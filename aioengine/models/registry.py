@@ -21,7 +21,7 @@ BUILT_IN: Mapping[str, str] = MappingProxyType(
         "Gemma3ForCausalLM": "aioengine.models.gemma3:Gemma3ForCausalLM",
         "LlamaForCausalLM": "aioengine.models.llama:LlamaForCausalLM",
         "MistralForCausalLM": "aioengine.models.llama:MistralForCausalLM",
-        "MinistralForCausalLM": "aioengine.models.llama:MistralForCausalLM",
+        "MinistralForCausalLM": "aioengine.models.llama:MinistralForCausalLM",
         "Qwen2ForCausalLM": "aioengine.models.qwen2:Qwen2ForCausalLM",
         "Qwen3ForCausalLM": "aioengine.models.qwen3:Qwen3ForCausalLM",
     }

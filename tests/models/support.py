@@ -134,7 +134,7 @@ def cases() -> dict[str, Case]:
         ),
         "mistral-mixed": Case(
             transformers.MinistralConfig(
-                **_SHAPE, sliding_window=7, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
+                **_SHAPE, head_dim=16, sliding_window=7, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
             ),
             transformers.MinistralForCausalLM,
         ),
