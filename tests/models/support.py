@@ -153,6 +153,7 @@ def cases() -> dict[str, Case]:
             transformers.Qwen3ForCausalLM,
         ),
         "gemma3": Case(transformers.Gemma3TextConfig(**_GEMMA3), transformers.Gemma3ForCausalLM),
+        "gemma3-window": Case(transformers.Gemma3TextConfig(**{**_GEMMA3, "sliding_window": 7}), transformers.Gemma3ForCausalLM),
         "gemma3-linear": Case(
             transformers.Gemma3TextConfig(**_GEMMA3, rope_parameters=_GEMMA3_ROPE, attention_bias=True), transformers.Gemma3ForCausalLM
         ),

@@ -24,7 +24,7 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     assert_same(logits_of(ours, some_tokens()), expected)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen3", "qwen3-mixed"])
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen3", "qwen3-mixed", "gemma3-window"])
 def test_chunks_give_the_logits_of_the_whole(name: str, tmp_path: Path) -> None:
     ours = load_ours(save(random_model(cases()[name]), tmp_path))
     whole = logits_of(ours, some_tokens())
