@@ -65,6 +65,7 @@ def load_model(
                 model = family.build(config, attention_backend=attention_backend, dtype=dtype, device=device)
             with _one_torch_thread():
                 model.load_weights(tensors)
+        model.verify()
     except ModelError as error:
         raise ModelError(f"cannot load {files.name}: {error}") from error
     return model.eval()

@@ -1,0 +1,114 @@
+"""The model that the worker runs: transformers' code, with attention over our paged cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+
+from aioengine.attention.base import AttentionBackend, AttentionBatch
+from aioengine.checkpoint.stored_tensor import StoredTensor
+from aioengine.models.base import CausalLM
+from aioengine.models.config import DecoderConfig
+from aioengine.models.fallback.attention import STEP, LayerBackends, PagedStep
+from aioengine.models.fallback.config import TransformersConfig, read_transformers_config
+from aioengine.printable import get_logger
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = get_logger(__name__)
+
+
+class TransformersForCausalLM(CausalLM):
+    """Serves every architecture that has no class of its own here, if a dry run at load agrees with transformers' own attention.
+
+    Slower than a native family: its products run on PyTorch's kernels, tensors are copied on their way to the cache.
+    """
+
+    supports_graphs: ClassVar[bool] = False  # nobody has checked that transformers' code of a model reads nothing back
+
+    def __init__(
+        self, config: TransformersConfig, *, attention_backend: AttentionBackend, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.num_layers = config.num_layers
+        self._dtype = dtype
+        self._device = device
+        self._backends = LayerBackends(attention_backend, windows=config.windows, device=device)
+        self._body: nn.Module | None = None  # embedding, layers and norm
+        self._head: PreTrainedModel | None = None  # the causal model whose body is replaced by `_GivenHiddenStates`
+
+    @classmethod
+    def read_config(cls, raw: Mapping[str, Any]) -> DecoderConfig:
+        return read_transformers_config(raw)
+
+    @classmethod
+    def build(cls, config: DecoderConfig, *, attention_backend: AttentionBackend, dtype: torch.dtype, device: torch.device) -> CausalLM:
+        assert isinstance(config, TransformersConfig)
+        return cls(config, attention_backend=attention_backend, dtype=dtype, device=device)
+
+    def load_weights(self, tensors: Iterable[StoredTensor]) -> None:
+        from aioengine.models.fallback.weights import load_transformers_model
+
+        self._head = load_transformers_model(self.config, list(tensors), dtype=self._dtype, device=self._device)
+
+    @torch.inference_mode()
+    def verify(self) -> None:
+        from aioengine.models.fallback.proof import Proof
+
+        whole = self._head
+        assert whole is not None, "load_weights() comes first"
+        proof = Proof(whole, self.config, device=self._device)
+        proof.check_layers()
+        expected = proof.reference()
+        self._split(whole)
+        main = self._backends.main
+        # In the model's dtype: a narrower cache is the user's choice and proves nothing of the model.
+        exact = type(main)(replace(main.config, kv_cache_dtype=main.config.dtype))
+        self._backends = LayerBackends(exact, windows=self.config.windows, device=self._device)
+        difference = proof.compare(self, exact, expected)
+        self._backends = LayerBackends(main, windows=self.config.windows, device=self._device)
+        logger.warning(
+            "%s runs on transformers' own code, which is slower than a family with a class of its own; in a dry run its logits agree with "
+            "transformers' eager attention to %.1e of their range",
+            self.config.class_name,
+            difference,
+        )
+
+    def _split(self, whole: PreTrainedModel) -> None:
+        """Body and head run apart: only a few rows of a step are scored. The head's own code applies caps and scales."""
+        self._body = getattr(whole, whole.base_model_prefix)
+        setattr(whole, whole.base_model_prefix, _GivenHiddenStates())
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,  # [num_tokens] int64
+        positions: torch.Tensor,  # [num_tokens] int64
+        *,
+        kv_caches: list[torch.Tensor],
+        attention_metadata: AttentionBatch,
+    ) -> torch.Tensor:  # [num_tokens, hidden_size]
+        assert self._body is not None, "verify() comes first"
+        step = PagedStep(self._backends, kv_caches=kv_caches, metadata=attention_metadata)
+        output = self._body(input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **{STEP: step})
+        hidden: torch.Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        assert self._head is not None, "load_weights() comes first"
+        logits: torch.Tensor = self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        return logits.float()
+
+
+class _GivenHiddenStates(nn.Module):
+    """In the place of a model's body: the hidden states come with the call."""
+
+    def forward(self, *, inputs_embeds: torch.Tensor, **_: Any) -> Any:
+        from transformers.modeling_outputs import MoeModelOutputWithPast
+
+        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)  # type: ignore[arg-type]
