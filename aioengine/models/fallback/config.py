@@ -72,8 +72,9 @@ def read_transformers_config(raw: Mapping[str, Any]) -> TransformersConfig:
             class_name=name,
             windows=tuple(_windows(config, num_layers, max_positions)),
         )
-    except ModelError as error:
-        raise ModelError(f"architecture {name!r} is not supported by transformers' own code over a paged cache: {error}") from error
+    except Exception as error:  # config objects raise errors of their own for what differs between layers
+        reason = str(error) if isinstance(error, ModelError) else _one_line(error)
+        raise ModelError(f"architecture {name!r} is not supported by transformers' own code over a paged cache: {reason}") from error
 
 
 def find_class(raw: Mapping[str, Any]) -> type[PreTrainedModel]:
@@ -115,12 +116,14 @@ def make_config(raw: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 def _refuse(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
+
     if reason := _REASONS.get(config.model_type):
         raise ModelError(reason)
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError("it is an encoder and a decoder; only models that are a decoder alone can run")
-    if getattr(config, "is_decoder", None) is False and not getattr(config, "is_causal", True):
-        raise ModelError("it is an encoder")
+    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and getattr(config, "is_decoder", True) is False:
+        raise ModelError("config.json: is_decoder is false: it is an encoder")
     if getattr(config, "alibi", False):
         raise ModelError("config.json: alibi is true: ALiBi biases are not computed by the paged attention")
     if getattr(model_class, "_is_stateful", False):

@@ -108,7 +108,24 @@ class TransformersForCausalLM(CausalLM):
 class _GivenHiddenStates(nn.Module):
     """In the place of a model's body: the hidden states come with the call."""
 
-    def forward(self, *, inputs_embeds: torch.Tensor, **_: Any) -> Any:
-        from transformers.modeling_outputs import MoeModelOutputWithPast
+    def forward(self, input_ids: None = None, *, inputs_embeds: torch.Tensor, **_: Any) -> _BodyOutput:
+        return _BodyOutput(inputs_embeds)
 
-        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)  # type: ignore[arg-type]
+    @property
+    def decoder(self) -> _GivenHiddenStates:
+        """Some causal models call a part of their body (OPT's)."""
+        return self
+
+
+class _BodyOutput:
+    """The output of a body as transformers' heads read it, by name or as a tuple: hidden states, and nothing else."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+    def __getitem__(self, key: object) -> Any:
+        return self.last_hidden_state if key == 0 else () if isinstance(key, slice) else None

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d{1,6})\.")
+_LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks)\.(\d{1,6})\.")
 _COMPUTED = re.compile(r"(rotary_emb\.inv_freq|\.attn\.bias|\.masked_bias|\.attention\.bias)$")  # of old checkpoints: follow from the config
 _SLACK = 1 << 20  # numbers that a model may have and no checkpoint: what is computed when it is built
 
