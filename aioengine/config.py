@@ -15,6 +15,7 @@ from typing import Any, Literal
 from aioengine.checks.settings import INT64_MAX, docstring, read_text, setting, settings_of
 from aioengine.checks.values import listed, number, shorten
 from aioengine.errors import ConfigError
+from aioengine.kv_cache_groups import KVCacheGroup, group_layers
 from aioengine.printable import get_logger
 
 logger = get_logger(__name__)
@@ -51,8 +52,14 @@ class ModelInfo:
     dtype: str  # of the weights as stored or dequantized: float32, bfloat16, float16
     eos_token_ids: frozenset[int]
     bos_token_id: int | None = None
-    sliding_window: int | None = None
+    sliding_window: int | None = None  # of all layers, unless `layer_windows` tells them apart
+    layer_windows: tuple[int | None, ...] = ()  # of each layer, where they differ; None: it sees everything
     is_quantized: bool = False  # its matrices are stored in blocks of few bits
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each layer; None: it sees everything."""
+        return self.layer_windows or (self.sliding_window,) * self.num_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +101,7 @@ class CacheConfig:
     kv_cache_memory_bytes: int = _DEFAULT_CPU_KV_CACHE_BYTES
     gpu_memory_utilization: float = 0.9
     zero_new_blocks: bool = False
+    kv_cache_groups: tuple[KVCacheGroup, ...] = (KVCacheGroup((0,)),)  # what each entry of a request's `block_ids` is for
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +336,7 @@ class EngineConfig:
                 kv_cache_memory_bytes=self.kv_cache_memory_bytes or default_kv_cache_bytes(free_memory_bytes),
                 gpu_memory_utilization=self.gpu_memory_utilization,
                 zero_new_blocks=self.zero_new_blocks,
+                kv_cache_groups=group_layers(model.windows),
             ),
             worker=self._resolve_worker(model, device, device_index=int(index) if index else None),
             admission=AdmissionConfig(

@@ -7,10 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from aioengine.checks.values import shorten
 from aioengine.config import CacheConfig, SchedulerConfig
 from aioengine.errors import ConfigError
 from aioengine.events.step_event import EngineSnapshot, Event, StepEvent, StepResultEvent
 from aioengine.events.wire import WireHeader
+from aioengine.kv_cache_groups import KVCacheGroup
 
 T = TypeVar("T")
 
@@ -39,10 +41,26 @@ def read_settings(header: WireHeader) -> RecordedSettings:
         raise ConfigError("the header does not tell num_kv_cache_blocks: the recording cannot be run again")
     return RecordedSettings(
         scheduler=build_config(SchedulerConfig, header.config, "scheduler"),
-        cache=build_config(CacheConfig, header.config, "cache"),
+        cache=read_cache_config(header),
         num_kv_cache_blocks=header.num_kv_cache_blocks,
         eos_token_ids=frozenset(_section(header.config, "model").get("eos_token_ids", ())),
     )
+
+
+def read_cache_config(header: WireHeader) -> CacheConfig:
+    """The cache settings with their KV-cache groups; a recording of before there were any has one that sees everything.
+
+    Raises ConfigError as `build_config` does.
+    """
+    cache = build_config(CacheConfig, header.config, "cache")
+    if not isinstance(stated := _section(header.config, "cache").get("kv_cache_groups"), list):
+        num_layers = _section(header.config, "model").get("num_layers", 1)
+        return dataclasses.replace(cache, kv_cache_groups=(KVCacheGroup(tuple(range(num_layers))),))
+    try:
+        groups = tuple(KVCacheGroup(tuple(group["layers"]), group["sliding_window"]) for group in stated)
+    except (KeyError, TypeError) as exc:
+        raise ConfigError(f"the header's kv_cache_groups are not layers and a window each: {shorten(stated)}") from exc
+    return dataclasses.replace(cache, kv_cache_groups=groups)
 
 
 def build_config(kind: type[T], config: Mapping[str, Any], name: str) -> T:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aioengine.config import AdmissionConfig, CacheConfig, ModelInfo, ResolvedConfig, SchedulerConfig, WorkerConfig
+from aioengine.config import AdmissionConfig, ModelInfo, ResolvedConfig, SchedulerConfig, WorkerConfig
 from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.engine.loop.core_events import digest_logprobs
 from aioengine.engine.run_facts import RunFacts, find_run_facts
@@ -25,7 +25,7 @@ from aioengine.executor.uniproc import UniProcExecutor
 from aioengine.models.info import resolve_model
 from aioengine.outputs import ModelRunnerOutput
 from aioengine.replay.difference import Difference, find_difference
-from aioengine.replay.recording import build_config, read_settings, steps_in_order
+from aioengine.replay.recording import build_config, read_cache_config, read_settings, steps_in_order
 from aioengine.structured_output.manager import StructuredOutputManager
 from aioengine.structured_output.matcher import GrammarError
 
@@ -135,12 +135,15 @@ class TokenReplay:
 
 
 def _read_config(header: WireHeader) -> ResolvedConfig:
-    model: Mapping[str, Any] = header.config.get("model", {})
+    stated: Mapping[str, Any] = header.config.get("model", {})
+    model = build_config(ModelInfo, header.config, "model")
     worker = build_config(WorkerConfig, header.config, "worker")
     return ResolvedConfig(
-        model=dataclasses.replace(build_config(ModelInfo, header.config, "model"), eos_token_ids=frozenset(model.get("eos_token_ids", ()))),
+        model=dataclasses.replace(
+            model, eos_token_ids=frozenset(stated.get("eos_token_ids", ())), layer_windows=tuple(model.layer_windows)
+        ),
         scheduler=build_config(SchedulerConfig, header.config, "scheduler"),
-        cache=build_config(CacheConfig, header.config, "cache"),
+        cache=read_cache_config(header),
         worker=dataclasses.replace(worker, logits_processors=tuple(worker.logits_processors)),
         admission=AdmissionConfig(),
         seed=None,

@@ -15,21 +15,24 @@ from aioengine.testing.tokens import BOS_TOKEN_ID, EOS_TOKEN_ID, VOCAB_SIZE
 _request_numbers = itertools.count(1)
 
 
-def make_model_info(*, vocab_size: int = VOCAB_SIZE, max_position_embeddings: int = 4096) -> ModelInfo:
-    """The facts of a model that does not exist."""
+def make_model_info(
+    *, vocab_size: int = VOCAB_SIZE, max_position_embeddings: int = 4096, layer_windows: Sequence[int | None] = (None,)
+) -> ModelInfo:
+    """The facts of a model that does not exist. layer_windows: the sliding window of each layer, None: it sees everything."""
     return ModelInfo(
         name="fake",
         path="",
         architecture="Fake",
         vocab_size=vocab_size,
         max_position_embeddings=max_position_embeddings,
-        num_layers=1,
+        num_layers=len(layer_windows),
         num_heads=1,
         num_kv_heads=1,
         head_dim=1,
         dtype="float32",
         eos_token_ids=frozenset({EOS_TOKEN_ID}),
         bos_token_id=BOS_TOKEN_ID,
+        layer_windows=tuple(layer_windows),
     )
 
 
