@@ -42,7 +42,7 @@ class CausalLM(nn.Module):
     def load_weights(self, tensors: Iterable[StoredTensor]) -> None:
         """Fill every parameter. Raises ModelError for a tensor that is missing, unknown or of another shape."""
 
-    def verify(self) -> None:  # noqa: B027  # what is ours is proven by tests
+    def verify(self) -> None:
         """Once, after `load_weights`: see that the model computes what it should. Raises ModelError if it does not."""
 
     @abstractmethod

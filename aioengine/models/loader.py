@@ -20,6 +20,7 @@ from aioengine.models.base import CausalLM
 from aioengine.models.checkpoint_tensors import settle_tensors
 from aioengine.models.config import DecoderConfig
 from aioengine.models.decoder import DecoderForCausalLM
+from aioengine.models.fallback.model import TransformersForCausalLM
 from aioengine.models.native_decoder import announce_dense, build_native, why_not_native
 from aioengine.models.registry import find_model_class
 from aioengine.models.weights import check_sizes
@@ -96,7 +97,8 @@ def _is_native(
         return True
     if not allow_dense:
         raise ConfigError(f'weights="{weights}" is not possible here: {reason}')
-    logger.warning("the model runs on PyTorch's kernels, which are several times slower on a CPU: %s", reason)
+    if not issubclass(family, TransformersForCausalLM):  # which says so itself
+        logger.warning("the model runs on PyTorch's kernels, which are several times slower on a CPU: %s", reason)
     return False
 
 

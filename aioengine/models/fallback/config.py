@@ -89,8 +89,8 @@ def find_class(raw: Mapping[str, Any]) -> type[PreTrainedModel]:
             f"architecture {stated!r:.200} (model_type {kind!r:.100}) is not supported: it has no class here, and transformers has none"
         )
     try:
-        config_class = CONFIG_MAPPING[kind]
-        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class] if config_class in MODEL_FOR_CAUSAL_LM_MAPPING else None
+        decoders: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+        model_class: type[PreTrainedModel] | None = decoders.get(CONFIG_MAPPING[kind], None)
     except (ImportError, AttributeError) as error:
         raise ModelError(f"architecture {stated!r:.200} is not supported: transformers cannot import it: {error}") from error
     if model_class is None:
@@ -99,8 +99,7 @@ def find_class(raw: Mapping[str, Any]) -> type[PreTrainedModel]:
         raise ModelError(
             f"architecture {stated!r:.200} is not supported: the decoder of model_type {kind!r:.100} is {model_class.__name__}"
         )
-    found: type[PreTrainedModel] = model_class
-    return found
+    return model_class
 
 
 def make_config(raw: Mapping[str, Any]) -> PreTrainedConfig:
@@ -151,7 +150,8 @@ def _heads(config: PreTrainedConfig) -> tuple[int, int, int]:
     num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
     if not isinstance(num_kv_heads, int) or not isinstance(head_dim, int) or head_dim < 1 or num_heads % num_kv_heads:
         raise ModelError(
-            f"config.json: num_attention_heads {num_heads}, num_key_value_heads {num_kv_heads!r:.100}, head_dim {head_dim!r:.100} do not fit"
+            f"config.json: num_attention_heads {num_heads}, num_key_value_heads {num_kv_heads!r:.100} and head_dim {head_dim!r:.100} "
+            "do not fit"
         )
     return num_heads, num_kv_heads, head_dim
 

@@ -59,8 +59,8 @@ class Proof:
         found = (facts.num_heads, facts.num_kv_heads, max(facts.key_dim, facts.value_dim))
         if found != (c.num_heads, c.num_kv_heads, c.head_dim):
             raise self._refusal(
-                f"layer {layer} has {found[0]} query and {found[1]} key/value heads of {found[2]}, where config.json implies {c.num_heads}, "
-                f"{c.num_kv_heads} and {c.head_dim}; all layers must be alike"
+                f"layer {layer} has {found[0]} query and {found[1]} key/value heads of {found[2]}, where config.json implies "
+                f"{c.num_heads}, {c.num_kv_heads} and {c.head_dim}; all layers must be alike"
             )
 
     def _check_window(self, layer: int, facts: LayerFacts) -> None:
@@ -100,7 +100,9 @@ class Proof:
         except ModelError as error:
             raise self._refusal(str(error)) from error
         except Exception as error:
-            raise self._refusal(f"its code fails over a paged cache: {type(error).__name__}: {' '.join(str(error).split()):.300}") from error
+            raise self._refusal(
+                f"its code fails over a paged cache: {type(error).__name__}: {' '.join(str(error).split()):.300}"
+            ) from error
         shape = found[0].shape[-1]
         if shape != self._config.vocab_size:
             raise self._refusal(f"it has logits of {shape} tokens, vocab_size is {self._config.vocab_size}")
@@ -129,12 +131,15 @@ class Proof:
             batch = _make_batch(parts, tables, block_size=backend.config.block_size, device=self._device)
             hidden = model.forward(ids, positions, kv_caches=caches, attention_metadata=backend.build_metadata(batch))
             logits = model.compute_logits(hidden)
-            for (i, first, end), piece in zip(parts, logits.split([end - first for _, first, end in parts]), strict=True):
+            pieces = logits.split([end - first for _, first, end in parts])
+            for (i, _, _), piece in zip(parts, pieces, strict=True):
                 rows[i].append(piece)
-        return [torch.cat(pieces) for pieces in rows]
+        return [torch.cat(row) for row in rows]
 
     def _refusal(self, reason: str) -> ModelError:
-        return ModelError(f"architecture {self._config.class_name!r} is not supported by transformers' own code over a paged cache: {reason}")
+        return ModelError(
+            f"architecture {self._config.class_name!r} is not supported by transformers' own code over a paged cache: {reason}"
+        )
 
 
 def _first_difference(rule: MaskRule, window: int | None, longest: int) -> tuple[int, int, bool] | None:
@@ -165,7 +170,9 @@ def _make_batch(
     starts = np.concatenate(([0], np.cumsum([end - first for _, first, end in parts]))).astype(np.int32)
     width = max(len(table) for table in tables)
     table = np.array([[*tables[i], *[0] * (width - len(tables[i]))] for i, _, _ in parts], dtype=np.int32)
-    slots = [tables[i][position // block_size] * block_size + position % block_size for i, first, end in parts for position in range(first, end)]
+    slots = [
+        tables[i][position // block_size] * block_size + position % block_size for i, first, end in parts for position in range(first, end)
+    ]
     return AttentionBatch(
         num_reqs=len(parts),
         num_tokens=len(slots),

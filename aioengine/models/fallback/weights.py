@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from aioengine.checkpoint.safetensors import SafetensorsTensor
 from aioengine.checkpoint.stored_tensor import StoredTensor
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks)\.(\d{1,6})\.")
-_COMPUTED = re.compile(r"(rotary_emb\.inv_freq|\.attn\.bias|\.masked_bias|\.attention\.bias)$")  # of old checkpoints: follow from the config
+_COMPUTED = re.compile(
+    r"(rotary_emb\.inv_freq|\.attn\.bias|\.masked_bias|\.attention\.bias)$"
+)  # of old checkpoints: follow from the config
 _SLACK = 1 << 20  # numbers that a model may have and no checkpoint: what is computed when it is built
 
 
@@ -56,7 +59,8 @@ def load_transformers_model(
     with _quiet():
         _check_size(model_class, config, tensors)
         try:
-            model, info = model_class.from_pretrained(
+            load: Any = model_class.from_pretrained
+            model, info = load(
                 None,
                 config=model_config,
                 state_dict={stored.name: _Unread(stored) for stored in tensors},
@@ -70,8 +74,10 @@ def load_transformers_model(
         except Exception as error:  # of transformers' code for this model
             raise ModelError(f"transformers cannot load it: {type(error).__name__}: {' '.join(str(error).split()):.300}") from error
     _check_loaded(info, num_layers=config.num_layers)
-    found: PreTrainedModel = model.to(device)
-    return found.eval()
+    loaded: PreTrainedModel = model
+    loaded.eval()
+    nn.Module.to(loaded, device)
+    return loaded
 
 
 @contextlib.contextmanager
