@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from aioengine import AsyncEngine, RequestOutput, SamplingParams
+from aioengine import AsyncEngine, RequestOutput, SamplingParams, StructuredOutputsParams
 from aioengine.outputs import TokenLogprobs
 from aioengine.testing import EOS_TOKEN_ID, FakeTokenizer
 from tests.covering import LEFT_TO_CI
@@ -103,3 +103,28 @@ def generated(model: transformers.PreTrainedModel, prompt: list[int]) -> list[in
         )
     tokens: list[int] = ids[0, len(prompt) :].tolist()
     return tokens
+
+
+@pytest.mark.parametrize("kind", ["gemma2"])
+async def test_grammars_seeds_and_draft_tokens_work_as_with_any_model(kind: str, tmp_path: Path) -> None:
+    """With windows that are shorter than the prompts: draft tokens are checked in one step, and change nothing."""
+    save_random(kind, tmp_path)
+    again = [7, 9, 11, 13] * 8
+    requests = [
+        (again, SamplingParams(temperature=0.0, max_tokens=20, min_tokens=20)),
+        (prompts()[0], SamplingParams(temperature=0.8, seed=5, top_k=20, max_tokens=12, min_tokens=12)),
+        (
+            prompts()[4],
+            SamplingParams(temperature=0.0, max_tokens=30, structured_outputs=StructuredOutputsParams(choice=["yes, it is", "no"])),
+        ),
+    ]
+    found: list[list[RequestOutput]] = []
+    for num_draft_tokens in (0, 3):
+        options: dict[str, Any] = {"num_speculative_tokens": num_draft_tokens, "max_model_len": 128, "num_kv_cache_blocks": 40}
+        async with AsyncEngine(str(tmp_path), tokenizer=FakeTokenizer(), check_invariants=True, **options) as engine:
+            outputs = [engine.generate(prompt, params) for prompt, params in requests]
+            found.append([[output async for output in stream][-1] for stream in outputs])
+            stats = engine.stats()
+            assert (stats.num_draft_tokens > 0) == (num_draft_tokens > 0)
+    assert [output.token_ids for output in found[0]] == [output.token_ids for output in found[1]]
+    assert found[0][2].text in ("yes, it is", "no")
