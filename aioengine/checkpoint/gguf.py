@@ -16,6 +16,7 @@ import torch
 from gguf.constants import GGMLQuantizationType
 
 from aioengine.checkpoint.dequantize import dequantize_into, plain_dtype
+from aioengine.checkpoint.gguf_experts import expert_name
 from aioengine.checkpoint.gguf_header import ArrayInfo, Cursor, TensorInfo, map_file, parse_header
 from aioengine.checkpoint.stored_tensor import PackedRows, StoredTensor, Zeros
 from aioengine.errors import ModelError
@@ -125,7 +126,12 @@ class GGUFFile:
         """Every weight, renamed. Raises ModelError for a tensor that no supported architecture has."""
         for info in self.header.tensors:
             if not _REPEATED.fullmatch(info.name):
-                yield GGUFTensor(self, info, transformers_name(info.name, self.header.path), self._heads_to_unpermute(info))
+                name = transformers_name(info.name, self.header.path, architecture=self.header.architecture)
+                if len(info.shape) == 3 and "{}" in name:
+                    for expert in range(info.shape[0]):
+                        yield GGUFTensor(self, info, name.format(expert), 0, expert)
+                else:
+                    yield GGUFTensor(self, info, name, self._heads_to_unpermute(info))
 
     def _heads_to_unpermute(self, info: TensorInfo) -> int:
         """How many heads' rows to put back in order; 0: none.
@@ -154,10 +160,11 @@ class GGUFTensor:
     info: TensorInfo
     name: str
     permuted_heads: int
+    expert: int | None = None  # the tensor is this slice of what the file holds
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.info.shape
+        return self.info.shape if self.expert is None else self.info.shape[1:]
 
     def read_into(self, out: torch.Tensor) -> None:
         if len(self.shape) > 1:
@@ -177,6 +184,8 @@ class GGUFTensor:
     def _rows(self) -> torch.Tensor:
         """[rows, bytes_per_row] uint8 in transformers' order; blocks run along a row, so rows move whole."""
         rows = self.file.raw(self.info)
+        if self.expert is not None:
+            return rows[self.expert].view(self.shape[0], -1)
         return _unpermute(rows, self.permuted_heads) if self.permuted_heads else rows
 
 
@@ -192,7 +201,7 @@ def open_gguf(paths: Sequence[Path]) -> Iterator[StoredTensor]:
             part = info.name.split(".")[-2]
             bias = info.name.removesuffix("weight") + "bias"
             if info.name.endswith(".weight") and part in biased and bias not in names:
-                yield Zeros(transformers_name(bias, file.header.path), info.shape[:1])
+                yield Zeros(transformers_name(bias, file.header.path, architecture=file.header.architecture), info.shape[:1])
 
 
 def biased_parts(names: Iterable[str], architecture: str) -> frozenset[str]:
@@ -217,13 +226,17 @@ def _unpermute(rows: torch.Tensor, heads: int) -> torch.Tensor:
     return rows.view(heads, -1, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
 
 
-def transformers_name(name: str, path: Path) -> str:
-    """ "blk.3.attn_q.weight" -> "model.layers.3.self_attn.q_proj.weight". Raises ModelError for an unknown name."""
+def transformers_name(name: str, path: Path, *, architecture: str) -> str:
+    """ "blk.3.attn_q.weight" -> "model.layers.3.self_attn.q_proj.weight". Raises ModelError for an unknown name.
+
+    The name of a tensor of all experts of a layer has "{}" for the number of one.
+    """
     base, _, kind = name.rpartition(".")
     if base in _TOP_NAMES:
         return f"{_TOP_NAMES[base]}.{kind}"
     prefix, _, rest = base.partition(".")
     layer, _, part = rest.partition(".")
-    if prefix != "blk" or part not in _LAYER_NAMES:
+    known = _LAYER_NAMES.get(part) or expert_name(part, architecture=architecture)
+    if prefix != "blk" or known is None:
         raise ModelError(f"{path}: tensor {name!r} belongs to a kind of model that is not supported")
-    return f"model.layers.{layer}.{_LAYER_NAMES[part]}.{kind}"
+    return f"model.layers.{layer}.{known}.{kind}"
