@@ -40,3 +40,21 @@ def group_layers(windows: Sequence[int | None]) -> tuple[KVCacheGroup, ...]:
 def num_layer_caches(groups: Sequence[KVCacheGroup]) -> int:
     """How many layers' worth of memory one block takes: the i-th layers of all groups share one cache."""
     return max(len(group.layers) for group in groups)
+
+
+def group_of_layers(groups: Sequence[KVCacheGroup]) -> tuple[int, ...]:
+    """The number of each layer's group."""
+    return _by_layer(groups, [[number] * len(group.layers) for number, group in enumerate(groups)])
+
+
+def place_of_layers(groups: Sequence[KVCacheGroup]) -> tuple[int, ...]:
+    """Each layer's place in its group: which of the caches it shares with the layers at that place in other groups."""
+    return _by_layer(groups, [range(len(group.layers)) for group in groups])
+
+
+def _by_layer(groups: Sequence[KVCacheGroup], values: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """`values` has the form of the groups' layers."""
+    found: dict[int, int] = {}
+    for group, of_group in zip(groups, values, strict=True):
+        found.update(zip(group.layers, of_group, strict=True))
+    return tuple(found[layer] for layer in range(len(found)))

@@ -18,7 +18,7 @@ IntArray = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """The shapes that every attention layer of a model shares."""
+    """What every attention layer of a model shares."""
 
     num_heads: int
     num_kv_heads: int
@@ -26,13 +26,12 @@ class AttentionConfig:
     block_size: int
     dtype: torch.dtype
     kv_cache_dtype: torch.dtype
-    sliding_window: int | None = None  # a query sees the last `sliding_window` positions, its own included
     logits_soft_cap: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """One ragged step as every backend needs it: request i owns the query rows query_start_loc[i] : query_start_loc[i+1].
+    """One ragged step of the layers of a KV-cache group: request i owns the query rows query_start_loc[i] : query_start_loc[i+1].
 
     `seq_lens[i]` counts the cached positions *including* this step's own tokens, so the query rows of request i stand at
     positions seq_lens[i] - query_len .. seq_lens[i] - 1. Arrays ending in `_np` are the host's mirrors.
@@ -48,8 +47,10 @@ class AttentionBatch:
     query_start_loc_np: IntArray  # [num_reqs + 1]
     seq_lens: torch.Tensor  # [num_reqs] int32
     seq_lens_np: IntArray  # [num_reqs]
-    block_table: torch.Tensor  # [num_reqs, max_num_blocks_per_req] int32; entries past a request's blocks are undefined
+    # [num_reqs, max_num_blocks_per_req] int32; entries past a request's blocks, and of blocks behind the window, are undefined
+    block_table: torch.Tensor
     slot_mapping: torch.Tensor  # [num_tokens] int64: block_id * block_size + offset of each new token
+    sliding_window: int | None = None  # a query sees the last `sliding_window` positions, its own included; None: all
     # Where decodes come first, so that they can be attended for in a launch of their own:
     num_decodes: int = 0  # so many requests, from the first on, have one query token
     split: DecodeSplit | None = None  # how their cached positions are shared out; None: the backend finds a way
@@ -92,7 +93,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def build_metadata(self, batch: AttentionBatch) -> AttentionBatch:
-        """The step as `forward` needs it: the batch, with what is computed once and shared by all layers."""
+        """The step as `forward` needs it: the batch, with what is computed once and shared by all layers of the group."""
 
     @abstractmethod
     def forward(
@@ -123,7 +124,7 @@ class AttentionBackend(ABC):
     def compile_kernels(  # noqa: B027  # nothing to compile is the rule
         self,
         kv_cache: torch.Tensor,  # of one layer
-        block_table: torch.Tensor,  # as steps have it: what is compiled depends on its strides
+        batch: AttentionBatch,  # whose block table and window are those of steps: what is compiled depends on the strides and on both
     ) -> None:
         """Launch what the steps of a warm-up do not reach and serving may, over the blocks of the table's first row."""
 

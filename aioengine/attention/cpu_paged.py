@@ -112,7 +112,7 @@ class CpuPagedBackend(AttentionBackend):
             seq_lens=batch.seq_lens.contiguous(),
             query_start_loc=batch.query_start_loc.contiguous(),
             scale=scale,
-            sliding_window=self.config.sliding_window,
+            sliding_window=batch.sliding_window,
             soft_cap=self.config.logits_soft_cap,
         )
 

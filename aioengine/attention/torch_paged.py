@@ -35,7 +35,7 @@ class _Sequence:
 
 @dataclass(frozen=True, slots=True)
 class TorchPagedMetadata(AttentionBatch):
-    """A step, and where its keys are: the same for all layers."""
+    """A step, and where its keys are: the same for all layers of the group."""
 
     sequences: list[_Sequence] = field(default_factory=list)
 
@@ -85,12 +85,15 @@ class TorchPagedBackend(AttentionBackend):
         starts = batch.query_start_loc_np.tolist()
         bounds = zip(starts, starts[1:], batch.seq_lens_np.tolist(), strict=False)
         sequences = [
-            self._build_sequence(start, end, seq_len, row, device) for (start, end, seq_len), row in zip(bounds, table, strict=True)
+            self._build_sequence(start, end, seq_len, row, window=batch.sliding_window, device=device)
+            for (start, end, seq_len), row in zip(bounds, table, strict=True)
         ]
         return TorchPagedMetadata(**{name.name: getattr(batch, name.name) for name in fields(batch)}, sequences=sequences)
 
-    def _build_sequence(self, query_start: int, query_end: int, seq_len: int, block_row: Any, device: torch.device) -> _Sequence:
-        block_size, window = self.config.block_size, self.config.sliding_window
+    def _build_sequence(
+        self, query_start: int, query_end: int, seq_len: int, block_row: Any, *, window: int | None, device: torch.device
+    ) -> _Sequence:
+        block_size = self.config.block_size
         query_len = query_end - query_start
         first_query = seq_len - query_len
         first_key = 0 if window is None else max(0, first_query - window + 1)
@@ -103,16 +106,16 @@ class TorchPagedBackend(AttentionBackend):
 
         whole_window = window is None or num_keys <= window  # then no query is too far from any of the keys
         is_causal = query_len > 1 and query_len == num_keys and whole_window
-        mask = None if query_len == 1 or is_causal else self._mask(query_len, num_keys, device)
+        mask = None if query_len == 1 or is_causal else self._mask(query_len, num_keys, window=window, device=device)
         block_ids = None if side_by_side else torch.from_numpy(blocks).to(device)
         return _Sequence(query_start, query_end, block_ids, first_slot, num_keys, mask, is_causal)
 
-    def _mask(self, query_len: int, num_keys: int, device: torch.device) -> torch.Tensor:
+    def _mask(self, query_len: int, num_keys: int, *, window: int | None, device: torch.device) -> torch.Tensor:
         key_index = torch.arange(num_keys, device=device)
         query_index = torch.arange(num_keys - query_len, num_keys, device=device)[:, None]
         visible = key_index <= query_index
-        if self.config.sliding_window is not None:
-            visible &= key_index > query_index - self.config.sliding_window
+        if window is not None:
+            visible &= key_index > query_index - window
         return torch.zeros(query_len, num_keys, dtype=self.config.dtype, device=device).masked_fill_(~visible, -math.inf)
 
     def forward(

@@ -129,7 +129,7 @@ class TritonPagedBackend(AttentionBackend):
             scale=scale,
             num_decodes=batch.num_decodes,
             split=batch.split,
-            sliding_window=self.config.sliding_window,
+            sliding_window=batch.sliding_window,
             logits_soft_cap=self.config.logits_soft_cap,
         )
 
@@ -140,7 +140,7 @@ class TritonPagedBackend(AttentionBackend):
             weakref.finalize(kv_cache, self._halves.pop, id(kv_cache), None)  # the views must not keep its memory
         return halves
 
-    def compile_kernels(self, kv_cache: torch.Tensor, block_table: torch.Tensor) -> None:
+    def compile_kernels(self, kv_cache: torch.Tensor, batch: AttentionBatch) -> None:
         """A decode, then a prompt chunk, of so long a context that both are split; their output is nobody's."""
         c, device = self.config, kv_cache.device
         key_cache, value_cache = self._split(kv_cache)
@@ -149,13 +149,13 @@ class TritonPagedBackend(AttentionBackend):
                 torch.zeros(query_len, c.num_heads, c.head_dim, dtype=c.dtype, device=device),
                 key_cache=key_cache,
                 value_cache=value_cache,
-                block_table=block_table[:1],
+                block_table=batch.block_table[:1],
                 seq_lens=torch.tensor([query_len], dtype=torch.int32).to(device),
                 query_start_loc=torch.tensor([0, query_len], dtype=torch.int32).to(device),
                 max_query_len=query_len,
                 max_seq_len=1 << 20,
                 scale=1.0,
-                sliding_window=c.sliding_window,
+                sliding_window=batch.sliding_window,
                 logits_soft_cap=c.logits_soft_cap,
             )
 

@@ -24,6 +24,7 @@ class CausalLM(nn.Module):
     packed_modules_mapping: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     num_layers: int
+    layer_groups: tuple[int, ...]  # the number of each layer's KV-cache group, as in `kv_cache_groups.group_layers` of its windows
     default_eos_token_id: ClassVar[int | None] = None  # what the family's config class assumes where nothing states one
     runs_own_threads: ClassVar[bool] = False  # the products do not run on PyTorch's threads
     supports_graphs: ClassVar[bool] = True  # `forward` reads nothing back from the device: it can be captured
@@ -51,8 +52,8 @@ class CausalLM(nn.Module):
         input_ids: torch.Tensor,  # [num_tokens] int64
         positions: torch.Tensor,  # [num_tokens] int64
         *,
-        kv_caches: list[torch.Tensor],  # one a layer, in the backend's layout
-        attention_metadata: AttentionBatch,
+        kv_caches: list[torch.Tensor],  # one a layer, in the backend's layout; layers at the same place of different groups share one
+        attention_metadata: tuple[AttentionBatch, ...],  # one a KV-cache group
     ) -> torch.Tensor:  # [num_tokens, hidden_size]
         """One step. Writes the step's keys and values to the caches."""
 

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from aioengine.errors import ModelError
+from aioengine.kv_cache_groups import group_layers, group_of_layers
 from aioengine.layers.activation import find_activation, known_activations
 from aioengine.layers.rope import RopeConfig
 
@@ -71,16 +72,26 @@ class DecoderConfig:
     output_bias: bool = False  # of the product after attention
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm on each query and key head, before the rotation
-    sliding_window: int | None = None
+    layer_windows: tuple[int | None, ...] = ()  # of each layer, in tokens, the query's own included; None: it sees everything; (): all None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layer_windows", tuple(self.layer_windows) or (None,) * self.num_layers)
+        assert len(self.layer_windows) == self.num_layers, f"{len(self.layer_windows)} windows, {self.num_layers} layers"
+
+    @property
+    def layer_groups(self) -> tuple[int, ...]:
+        """The number of each layer's KV-cache group."""
+        return group_of_layers(group_layers(self.layer_windows))
 
 
 def decoder_config(
-    raw: Mapping[str, Any], *, defaults: Mapping[str, Any], windows: Sequence[int | None] = (None,), **facts: Any
+    raw: Mapping[str, Any], *, defaults: Mapping[str, Any], windows: Sequence[int | None] = (), **facts: Any
 ) -> DecoderConfig:
     """Build a DecoderConfig from `raw`, the content of config.json.
 
     defaults: what the family's config class assumes for absent keys; null is no absence, and only some keys may be null.
-    windows: the sliding window of each layer, None: it sees everything. facts: fields that the family derives itself.
+    windows: the sliding window of each layer; one that holds the longest sequence is none, and empty: no layer has one.
+    facts: fields that the family derives itself.
     Raises ModelError naming the key that is missing, impossible or not supported.
     """
     refuse_unsupported(raw)
@@ -113,7 +124,7 @@ def decoder_config(
         hidden_act=_activation(fields),
         rope=rope,
         tie_word_embeddings=flag(fields, "tie_word_embeddings"),
-        sliding_window=_common_window(windows, num_positions=num_positions),
+        layer_windows=(_common_window(windows or [None], num_positions=num_positions),) * _positive(fields, "num_hidden_layers"),
         **facts,
     )
 

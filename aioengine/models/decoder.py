@@ -113,18 +113,24 @@ class Decoder(nn.Module):
         # By table where the backend rotates as it writes the keys; else the angles are gathered once for all layers.
         self.rotation: Callable[[torch.Tensor, torch.dtype], Rotation | PositionsInTable]
         self.rotation = self.rotary.places if backend.fuses_rope else self.rotary.gather
-        # The modules in the order they run, as plain attributes: no lookup through nn.Module in the loop below.
-        self.plan: list[tuple[DecoderLayer, RMSNorm]] = [(layer, layer.input_layernorm) for layer in self.layers]  # type: ignore[misc]
+        # The modules in the order they run and their KV-cache groups, as plain attributes: no lookup through nn.Module in the loop below.
+        self.plan: list[tuple[DecoderLayer, RMSNorm, int]]
+        self.plan = [(layer, layer.input_layernorm, group) for layer, group in zip(self.layers, config.layer_groups, strict=True)]  # type: ignore[misc]
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, *, kv_caches: list[torch.Tensor], attention_metadata: AttentionBatch
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        kv_caches: list[torch.Tensor],
+        attention_metadata: tuple[AttentionBatch, ...],
     ) -> torch.Tensor:
         residual = self.embed_tokens.forward(input_ids)
         rotation = self.rotation(positions, residual.dtype)
         added: torch.Tensor | None = None
-        for (layer, norm), kv_cache in zip(self.plan, kv_caches, strict=True):
+        for (layer, norm, group), kv_cache in zip(self.plan, kv_caches, strict=True):
             normed = norm.forward(residual) if added is None else norm.add_and_norm(added, residual)
-            added = layer.forward(normed, residual, rotation, kv_cache, attention_metadata)
+            added = layer.forward(normed, residual, rotation, kv_cache, attention_metadata[group])
         assert added is not None  # a config has at least one layer
         return self.norm.add_and_norm(added, residual)
 
@@ -141,6 +147,7 @@ class DecoderForCausalLM(CausalLM):
         super().__init__()
         self.config = config
         self.num_layers = config.num_layers
+        self.layer_groups = config.layer_groups
         self.model = Decoder(config, attention_backend, dtype=dtype, device=device)
         if config.tie_word_embeddings:
             self.lm_head = self.model.embed_tokens
@@ -166,7 +173,7 @@ class DecoderForCausalLM(CausalLM):
         positions: torch.Tensor,
         *,
         kv_caches: list[torch.Tensor],
-        attention_metadata: AttentionBatch,
+        attention_metadata: tuple[AttentionBatch, ...],
     ) -> torch.Tensor:
         return self.model.forward(input_ids, positions, kv_caches=kv_caches, attention_metadata=attention_metadata)
 

@@ -62,6 +62,7 @@ def read_model_info(files: ModelFiles, *, tokenizer: Tokenizer | None = None) ->
         logger.warning("%s: %s", files.folder, line)
     generation_path = files.folder / "generation_config.json"
     generation = read_json(generation_path) if generation_path.is_file() else {}
+    windows = config.layer_windows
     bos = [_token_ids(source, "bos_token_id", files.folder, config.vocab_size) for source in (generation, raw)]
     return ModelInfo(
         name=files.name,
@@ -76,7 +77,8 @@ def read_model_info(files: ModelFiles, *, tokenizer: Tokenizer | None = None) ->
         dtype=_natural_dtype(raw, files),
         eos_token_ids=_eos_token_ids(raw, generation, find_model_class(architecture), files, tokenizer, config.vocab_size),
         bos_token_id=min(bos[0] or bos[1], default=None),
-        sliding_window=config.sliding_window,
+        sliding_window=windows[0] if len(set(windows)) == 1 else None,
+        layer_windows=windows if len(set(windows)) > 1 else (),
         is_quantized=files.format == "gguf" and any(GGUFFile(path).is_quantized for path in files.weights),
     )
 

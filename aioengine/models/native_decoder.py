@@ -87,6 +87,7 @@ class NativeDecoderForCausalLM(CausalLM):
         super().__init__()
         self.config = config
         self.num_layers = config.num_layers
+        self.layer_groups = config.layer_groups
         self.fast = fast
         self._backend = attention_backend
         self._kernels = attention_backend.kernels  # made now: they take over the number of PyTorch's threads
@@ -148,17 +149,17 @@ class NativeDecoderForCausalLM(CausalLM):
         positions: torch.Tensor,  # [num_tokens] int64
         *,
         kv_caches: list[torch.Tensor],
-        attention_metadata: AttentionBatch,
+        attention_metadata: tuple[AttentionBatch, ...],
     ) -> torch.Tensor:  # [num_tokens, hidden_size]
+        from aioengine_kernels.cpu import GroupInputs
         from aioengine_kernels.cpu.packing import gather_rows
 
         assert self._embedding is not None, "load_weights() comes first"
-        batch = attention_metadata
+        batch = attention_metadata[0]
         return self._decoder_for(kv_caches).forward(
             gather_rows(self._embedding, input_ids),
             positions.contiguous(),
-            slots=batch.slot_mapping.contiguous(),
-            block_table=batch.block_table,
+            groups=[GroupInputs(of.slot_mapping.contiguous(), of.block_table, of.sliding_window) for of in attention_metadata],
             seq_lens=batch.seq_lens.contiguous(),
             query_start_loc=batch.query_start_loc.contiguous(),
         )
@@ -179,7 +180,6 @@ class NativeDecoderForCausalLM(CausalLM):
             hidden_size=c.hidden_size,
             rms_norm_eps=c.rms_norm_eps,
             scale=c.head_dim**-0.5,
-            sliding_window=attention.sliding_window,
             logits_soft_cap=attention.logits_soft_cap,
         )
         return NativeDecoder(
@@ -189,6 +189,7 @@ class NativeDecoderForCausalLM(CausalLM):
             final_norm=self._final_norm,
             cos_sin=self._cos_sin,
             kv_caches=kv_caches,
+            layer_groups=self.layer_groups,
             fast=self.fast,
         )
 

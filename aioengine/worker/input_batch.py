@@ -11,7 +11,7 @@ import torch
 
 from aioengine.attention.base import AttentionBatch
 from aioengine.core.scheduler_output import SchedulerOutput
-from aioengine.worker.block_table import BlockTable
+from aioengine.worker.block_table import BlockTables
 from aioengine.worker.device import Device
 from aioengine.worker.request_state import RequestStates
 
@@ -22,6 +22,16 @@ if TYPE_CHECKING:
 
 IntArray = npt.NDArray[np.int32]
 LongArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupInputs:
+    """What a KV-cache group has of its own in a step; the fields as in `AttentionBatch`."""
+
+    slot_mapping: torch.Tensor  # [num_tokens] int64: block_id * block_size + offset
+    block_table: torch.Tensor  # [num_reqs, max_num_blocks of this step] int32
+    sliding_window: int | None
+    split: DecodeSplit | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +50,17 @@ class InputBatch:
     seq_lens_np: IntArray  # [num_reqs]
     input_ids: torch.Tensor  # [num_tokens] int64
     positions: torch.Tensor  # [num_tokens] int64
-    slot_mapping: torch.Tensor  # [num_tokens] int64: block_id * block_size + offset
-    block_table: torch.Tensor  # [num_reqs, max_num_blocks of this step] int32
+    groups: tuple[GroupInputs, ...]
     logits_indices: torch.Tensor  # [num_rows] int64: the rows of the hidden states that are sampled from
     sampled_np: LongArray  # [num_rows]: the batch index of each of them; a request with draft tokens has several in a row
     row_seq_lens_np: LongArray  # [num_rows]: how many tokens come before the one that a row samples
     staged: StagedSampling | None = None  # what the device's sampler reads; None where the sampler reads the host's tables
     arrays: StagedArrays | None = None  # what the tensors of a device's step are views of
-    num_decodes: int = 0  # these three as in `AttentionBatch`
-    split: DecodeSplit | None = None
+    num_decodes: int = 0  # these two as in `AttentionBatch`
     max_chunk_seq_len: int = 0
 
-    def attention_batch(self) -> AttentionBatch:
+    def attention_batch(self, group: GroupInputs) -> AttentionBatch:
+        """The step of one of `groups`."""
         return AttentionBatch(
             num_reqs=self.num_reqs,
             num_tokens=self.num_tokens,
@@ -61,10 +70,11 @@ class InputBatch:
             query_start_loc_np=self.query_start_loc_np,
             seq_lens=self.seq_lens,
             seq_lens_np=self.seq_lens_np,
-            block_table=self.block_table,
-            slot_mapping=self.slot_mapping,
+            block_table=group.block_table,
+            slot_mapping=group.slot_mapping,
+            sliding_window=group.sliding_window,
             num_decodes=self.num_decodes,
-            split=self.split,
+            split=group.split,
             max_chunk_seq_len=self.max_chunk_seq_len,
         )
 
@@ -83,7 +93,7 @@ class StepPlan:
     row_seq_lens: LongArray  # [num_rows]: how many tokens come before the one that a row samples
 
 
-def plan_step(out: SchedulerOutput, *, states: RequestStates, block_table: BlockTable, decodes_first: bool = False) -> StepPlan:
+def plan_step(out: SchedulerOutput, *, states: RequestStates, block_tables: BlockTables, decodes_first: bool = False) -> StepPlan:
     """Lay out a step, from `states.num_computed_tokens` on for each request.
 
     A request samples if the step reaches the last token that is known; with draft tokens behind it, once after that token and once
@@ -102,7 +112,7 @@ def plan_step(out: SchedulerOutput, *, states: RequestStates, block_table: Block
     if draft_token_ids:
         num_draft_tokens = np.fromiter((len(draft_token_ids.get(r, ())) for r in req_ids), dtype=np.int32, count=len(req_ids))
         known = known + num_draft_tokens
-    _check_in_reach(req_ids, seq_lens, known=known, held=block_table.num_blocks[slots] * block_table.block_size)
+    _check_in_reach(req_ids, seq_lens, known=known, held=block_tables.num_positions(slots))
     query_start_loc = np.zeros(len(req_ids) + 1, dtype=np.int32)
     np.cumsum(num_scheduled, out=query_start_loc[1:])
     sampled = (seq_lens == known).nonzero()[0]
@@ -115,13 +125,13 @@ def plan_step(out: SchedulerOutput, *, states: RequestStates, block_table: Block
     return StepPlan(req_ids, slots, num_scheduled, starts, seq_lens, query_start_loc, sampled=sampled, row_seq_lens=row_seq_lens)
 
 
-def build_input_batch(out: SchedulerOutput, *, states: RequestStates, block_table: BlockTable, device: Device) -> InputBatch:
+def build_input_batch(out: SchedulerOutput, *, states: RequestStates, block_tables: BlockTables, device: Device) -> InputBatch:
     """Turn a step's plan into tensors, on the host.
 
     With [2, 5, 3] scheduled tokens: req_indices [0, 0, 1, 1, 1, 1, 1, 2, 2, 2] and query_pos [0, 1, 0, 1, 2, 3, 4, 0, 1, 2];
     everything else is gathered with these two. Raises what `plan_step` raises.
     """
-    plan = plan_step(out, states=states, block_table=block_table)
+    plan = plan_step(out, states=states, block_tables=block_tables)
     slots, query_start_loc = plan.slots, plan.query_start_loc
     num_tokens = int(query_start_loc[-1])
     req_indices = np.repeat(np.arange(len(slots)), plan.num_scheduled)
@@ -133,10 +143,18 @@ def build_input_batch(out: SchedulerOutput, *, states: RequestStates, block_tabl
     token_indices = device.to_device(token_slots * states.max_model_len + positions)
     input_ids = states.token_ids_tensor.view(-1).index_select(0, token_indices).long()
 
-    block_size = block_table.block_size
-    block_ids = block_table.array[token_slots, positions // block_size].astype(np.int64)
+    block_size = block_tables.block_size
+    block_indices, offsets = positions // block_size, positions % block_size
     max_seq_len = int(plan.seq_lens.max())
     max_num_blocks = -(-max_seq_len // block_size)
+    groups = tuple(
+        GroupInputs(
+            slot_mapping=device.to_device(table.array[token_slots, block_indices].astype(np.int64) * block_size + offsets),
+            block_table=device.to_device(table.array[slots, :max_num_blocks]),
+            sliding_window=window,
+        )
+        for table, window in zip(block_tables.tables, block_tables.windows, strict=True)
+    )
     return InputBatch(
         req_ids=plan.req_ids,
         num_reqs=len(slots),
@@ -150,8 +168,7 @@ def build_input_batch(out: SchedulerOutput, *, states: RequestStates, block_tabl
         seq_lens_np=plan.seq_lens,
         input_ids=input_ids,
         positions=device.to_device(positions),
-        slot_mapping=device.to_device(block_ids * block_size + positions % block_size),
-        block_table=device.to_device(block_table.array[slots, :max_num_blocks]),
+        groups=groups,
         logits_indices=device.to_device(query_start_loc[plan.sampled] - plan.starts[plan.sampled] + plan.row_seq_lens - 1),
         sampled_np=plan.sampled,
         row_seq_lens_np=plan.row_seq_lens,

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from aioengine.attention.base import AttentionBackend, AttentionBatch
-from aioengine.config import LogprobsMode, SchedulerConfig
+from aioengine.config import CacheConfig, LogprobsMode, SchedulerConfig
+from aioengine.kv_cache_groups import num_layer_caches, place_of_layers
 from aioengine.models.base import CausalLM
 from aioengine.sampling_params import MAX_LOGPROBS
 from aioengine.worker.prompt_logprobs import PromptRows, score_prompt_rows
@@ -21,18 +22,21 @@ def run_largest_step(
     *,
     backend: AttentionBackend,
     scheduler: SchedulerConfig,
-    block_size: int,
+    cache: CacheConfig,
     vocab_size: int,
     device: torch.device,
     logprobs_mode: LogprobsMode = "raw_logprobs",
 ) -> None:
     """A forward of `max_num_batched_tokens` tokens over a cache of one block a layer; the log-probabilities of all of them as
     prompt tokens; then `max_num_seqs` rows that are sampled with every parameter behind the longest outputs."""
-    batch = largest_step(scheduler, block_size=block_size, device=device)
-    kv_caches = [backend.allocate_kv_cache(1, device) for _ in range(model.num_layers)]
+    batch = largest_step(scheduler, block_size=cache.block_size, device=device)
+    groups = [replace(batch, sliding_window=group.sliding_window) for group in cache.kv_cache_groups]
+    metadata = tuple(backend.build_metadata(of_group) for of_group in groups)
+    caches = [backend.allocate_kv_cache(1, device) for _ in range(num_layer_caches(cache.kv_cache_groups))]
+    kv_caches = [caches[place] for place in place_of_layers(cache.kv_cache_groups)]
     zeros = torch.zeros(batch.num_tokens, dtype=torch.int64, device=device)
     with torch.inference_mode():
-        hidden = model.forward(zeros, zeros, kv_caches=kv_caches, attention_metadata=backend.build_metadata(batch))
+        hidden = model.forward(zeros, zeros, kv_caches=kv_caches, attention_metadata=metadata)
         rows = PromptRows([], [], [], indices=zeros, token_ids=zeros)
         score_prompt_rows(hidden[zeros], rows, compute_logits=model.compute_logits, logprobs_mode=logprobs_mode)
         logits = model.compute_logits(hidden[: scheduler.max_num_seqs])

@@ -14,9 +14,10 @@ import torch
 from aioengine.attention.base import AttentionBackend
 from aioengine.config import ResolvedConfig
 from aioengine.core.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from aioengine.kv_cache_groups import place_of_layers
 from aioengine.outputs import ModelRunnerOutput, WorkerTiming
 from aioengine.printable import get_logger
-from aioengine.worker.block_table import BlockTable
+from aioengine.worker.block_table import BlockTables
 from aioengine.worker.cuda_graphs import DecodeGraphs, graph_batch_sizes
 from aioengine.worker.device import Device
 from aioengine.worker.input_batch import InputBatch
@@ -60,7 +61,7 @@ class ModelRunner:
         *,
         model: CausalLM,
         attention_backend: AttentionBackend,
-        kv_caches: list[torch.Tensor],  # one a layer, in the backend's layout
+        kv_caches: list[torch.Tensor],  # in the backend's layout, as many as `num_layer_caches` of the config's groups
         device: Device,
     ) -> None:
         self._scheduler_config = config.scheduler
@@ -69,6 +70,8 @@ class ModelRunner:
         self._model = model
         self._backend = attention_backend
         self._kv_caches = kv_caches
+        groups = config.cache.kv_cache_groups
+        self._layer_caches = [kv_caches[place] for place in place_of_layers(groups)]  # one a layer: several may be the same
         self._device = device
         self.states = RequestStates(
             max_num_reqs=config.scheduler.max_num_seqs,
@@ -76,12 +79,13 @@ class ModelRunner:
             vocab_size=config.model.vocab_size,
             eos_token_ids=config.model.eos_token_ids,
         )
-        self.block_table = BlockTable(
+        self.block_tables = BlockTables(
+            groups,
             max_num_reqs=config.scheduler.max_num_seqs,
             max_model_len=config.scheduler.max_model_len,
             block_size=config.cache.block_size,
         )
-        self._pipeline = create_pipeline(device, config, states=self.states, block_table=self.block_table)
+        self._pipeline = create_pipeline(device, config, states=self.states, block_tables=self.block_tables)
         self.use_graphs = True  # of those that were captured; False runs every step eagerly
         self._graphs = DecodeGraphs(graph_batch_sizes(config.scheduler.max_num_seqs))
         self._executed: deque[ExecuteModelState] = deque()
@@ -105,8 +109,15 @@ class ModelRunner:
         nobody owns yet.
         """
         if self._device.compiles_kernels:
-            self._backend.compile_kernels(self._kv_caches[0], self._pipeline.padded_inputs(1).attention.block_table)
-        for out in warm_up_steps(self._scheduler_config, block_size=self.block_table.block_size, zero_blocks=self._zero_new_blocks):
+            for batch in self._pipeline.padded_inputs(1).attention:
+                self._backend.compile_kernels(self._kv_caches[0], batch)
+        steps = warm_up_steps(
+            self._scheduler_config,
+            block_size=self.block_tables.block_size,
+            num_groups=len(self.block_tables.tables),
+            zero_blocks=self._zero_new_blocks,
+        )
+        for out in steps:
             self.execute_model(out)
             output = self.sample_tokens()
             if isinstance(output, AsyncOutput):
@@ -175,7 +186,7 @@ class ModelRunner:
     def _add_request(self, new: NewRequestData) -> None:
         slot = self.states.add(new.req_id, new.prompt_token_ids, new.sampling_params)
         self.states.num_computed_tokens[slot] = new.num_computed_tokens
-        self.block_table.replace_row(slot, _only_group(new.block_ids))
+        self.block_tables.replace_rows(slot, new.block_ids)
 
     def _update_cached_requests(self, cached: CachedRequestData) -> None:
         states = self.states
@@ -184,7 +195,7 @@ class ModelRunner:
             if req_id in cached.resumed_req_ids:
                 assert block_ids is not None, f"request {req_id!r} resumes without blocks"
                 slot = states.resume(req_id, cached.all_token_ids[req_id])
-                self.block_table.replace_row(slot, _only_group(block_ids))
+                self.block_tables.replace_rows(slot, block_ids)
             else:
                 known_slot = states.slot_of(req_id)
                 assert known_slot is not None, f"request {req_id!r} is unknown to the worker"
@@ -192,7 +203,7 @@ class ModelRunner:
                 if req_id in cached.all_token_ids:
                     states.write_history(slot, cached.all_token_ids[req_id])
                 if block_ids is not None:
-                    self.block_table.append_row(slot, _only_group(block_ids))
+                    self.block_tables.append_rows(slot, block_ids)
             states.num_computed_tokens[slot] = cached.num_computed_tokens[i]
             self._align_known_tokens(req_id, slot, cached.num_output_tokens[i], resent=len(cached.all_token_ids.get(req_id, ())))
 
@@ -215,8 +226,8 @@ class ModelRunner:
         hidden_states: torch.Tensor = self._model(
             batch.input_ids,
             batch.positions,
-            kv_caches=self._kv_caches,
-            attention_metadata=self._backend.build_metadata(batch.attention_batch()),
+            kv_caches=self._layer_caches,
+            attention_metadata=tuple([self._backend.build_metadata(batch.attention_batch(group)) for group in batch.groups]),
         )
         return hidden_states
 
@@ -225,8 +236,8 @@ class ModelRunner:
         hidden_states: torch.Tensor = self._model(
             inputs.input_ids,
             inputs.positions,
-            kv_caches=self._kv_caches,
-            attention_metadata=self._backend.build_metadata(inputs.attention),
+            kv_caches=self._layer_caches,
+            attention_metadata=tuple([self._backend.build_metadata(batch) for batch in inputs.attention]),
         )
         return hidden_states
 
@@ -285,9 +296,3 @@ def _make_output(state: ExecuteModelState, sample_start: float, results: _StepRe
         prompt_logprobs={req_id: entries for req_id, entries in prompt.logprobs.items() if req_id not in failed},
         failed_req_ids=failed,
     )
-
-
-def _only_group(block_ids: tuple[list[int], ...]) -> list[int]:
-    """All layers share one block table."""
-    assert len(block_ids) == 1, f"{len(block_ids)} KV-cache groups; the worker knows one"
-    return block_ids[0]

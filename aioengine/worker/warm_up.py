@@ -25,21 +25,20 @@ EVERYTHING = SamplingParams(
 )
 
 
-def warm_up_steps(scheduler: SchedulerConfig, *, block_size: int, zero_blocks: bool = False) -> list[SchedulerOutput]:
+def warm_up_steps(scheduler: SchedulerConfig, *, block_size: int, num_groups: int = 1, zero_blocks: bool = False) -> list[SchedulerOutput]:
     """Prompts, a decode step and the clean-up, of a greedy request and of one with every sampling parameter.
 
-    All their positions lie in block 1: the tokens mean nothing. No decode step if two output tokens exceed `max_model_len`.
+    All their positions lie in block 1, in every KV-cache group: the tokens mean nothing. No decode step if two output tokens exceed
+    `max_model_len`.
     """
     ids = [f"warm-up {i}" for i in range(min(2, scheduler.max_num_seqs))]
     length = max(min(_PROMPT_LEN, scheduler.max_model_len - 2, scheduler.max_num_batched_tokens // len(ids)), 1)
-    blocks = [_BLOCK_ID] * -(-(length + 1) // block_size)
+    blocks = ([_BLOCK_ID] * -(-(length + 1) // block_size),) * num_groups
     # The one with everything alone if there is room for one: it uses what the greedy one uses.
     params = [EVERYTHING, _GREEDY][: len(ids)]
     prompts = SchedulerOutput(
         step_id=0,
-        scheduled_new_reqs=[
-            NewRequestData(req_id, [0] * length, param, (list(blocks),), 0) for req_id, param in zip(ids, params, strict=True)
-        ],
+        scheduled_new_reqs=[NewRequestData(req_id, [0] * length, param, blocks, 0) for req_id, param in zip(ids, params, strict=True)],
         scheduled_cached_reqs=CachedRequestData(),
         num_scheduled_tokens=dict.fromkeys(ids, length),
         total_num_scheduled_tokens=length * len(ids),

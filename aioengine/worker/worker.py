@@ -11,6 +11,7 @@ from aioengine.attention.registry import select_attention_backend
 from aioengine.config import GIB, ResolvedConfig
 from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.errors import ConfigError
+from aioengine.kv_cache_groups import num_layer_caches
 from aioengine.outputs import ModelRunnerOutput
 from aioengine.printable import get_logger
 from aioengine.worker.device import create_device, limit_torch_threads
@@ -89,7 +90,7 @@ class Worker:
         if cache.num_kv_cache_blocks is not None:
             return cache.num_kv_cache_blocks
         assert self._model is not None, "load_model() comes first: it takes its share of the memory"
-        bytes_per_block = self._backend.kv_cache_bytes_per_block() * self._model.num_layers
+        bytes_per_block = self._backend.kv_cache_bytes_per_block() * num_layer_caches(cache.kv_cache_groups)
         available = self.device.kv_cache_memory_bytes(cache, run_largest_step=self._run_largest_step, reserved=self._reserved())
         blocks_per_request = -(-scheduler.max_model_len // cache.block_size)
         num_blocks = min(available // bytes_per_block, scheduler.max_num_seqs * blocks_per_request + 1)
@@ -115,10 +116,14 @@ class Worker:
         return num_blocks
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
-        """Allocate the cache of every layer; block 0 is the null block. Then capture the graphs of decode steps, on a GPU."""
+        """Allocate the layers' caches, of which layers at the same place of several groups share one; block 0 is the null block.
+
+        Then capture the graphs of decode steps, on a GPU.
+        """
         assert self._model is not None, "load_model() comes first"
         self.config = self.config.fitted(num_blocks)
-        kv_caches = [self._backend.allocate_kv_cache(num_blocks, self.device.torch_device) for _ in range(self._model.num_layers)]
+        num_caches = num_layer_caches(self.config.cache.kv_cache_groups)
+        kv_caches = [self._backend.allocate_kv_cache(num_blocks, self.device.torch_device) for _ in range(num_caches)]
         self._runner = ModelRunner(self.config, model=self._model, attention_backend=self._backend, kv_caches=kv_caches, device=self.device)
         if self.device.compiles_kernels:
             self._runner.warm_up()
@@ -141,7 +146,7 @@ class Worker:
             self._model,
             backend=self._backend,
             scheduler=self.config.scheduler,
-            block_size=self.config.cache.block_size,
+            cache=self.config.cache,
             vocab_size=self.config.model.vocab_size,
             device=self.device.torch_device,
             logprobs_mode=self.config.worker.logprobs_mode,
@@ -162,7 +167,7 @@ class Worker:
         from aioengine.worker.pipeline.device import pipeline_bytes
 
         scheduler, model = self.config.scheduler, self.config.model
-        tables = pipeline_bytes(scheduler, block_size=self.config.cache.block_size, vocab_size=model.vocab_size)
+        tables = pipeline_bytes(scheduler, self.config.cache, vocab_size=model.vocab_size)
         return reserve(scheduler, tables=tables, has_graphs=self._captures_graphs)
 
     def shutdown(self) -> None:
@@ -193,5 +198,4 @@ def _attention_config(config: ResolvedConfig, dtype: torch.dtype) -> AttentionCo
         block_size=config.cache.block_size,
         dtype=dtype,
         kv_cache_dtype=_DTYPES[config.worker.kv_cache_dtype],
-        sliding_window=model.sliding_window,
     )

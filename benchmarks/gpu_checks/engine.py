@@ -406,10 +406,12 @@ def logit_gap(engine: RandomEngine) -> Callable[[list[int], int], float]:
         def forward(worker: Any) -> float:
             model, backend, device = worker._model, worker._backend, worker.device.torch_device
             batch = one_prompt(len(history), block_size=worker.config.cache.block_size, device=device)
+            batches = [replace(batch, sliding_window=group.sliding_window) for group in worker.config.cache.kv_cache_groups]
+            metadata = tuple(backend.build_metadata(of_group) for of_group in batches)
             caches = [backend.allocate_kv_cache(batch.block_table.shape[1], device) for _ in range(model.num_layers)]
             ids, positions = torch.tensor(history, device=device), torch.arange(len(history), device=device)
             with torch.inference_mode():
-                hidden = model.forward(ids, positions, kv_caches=caches, attention_metadata=backend.build_metadata(batch))
+                hidden = model.forward(ids, positions, kv_caches=caches, attention_metadata=metadata)
                 logits = model.compute_logits(hidden[-1:])[0]
             return float(logits.max() - logits[token])
 

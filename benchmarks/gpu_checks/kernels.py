@@ -118,7 +118,7 @@ def _batch_inputs(device: torch.device) -> float:
             token_table[slot, known:] = -1
         tables = RequestTables(
             token_table.to(where),
-            torch.randperm(240, generator=generator).view(6, 40).int().to(where),
+            torch.randperm(480, generator=generator).view(2, 6, 40).int().to(where),
             _int32(-1, -1, -1, -1, 777, -1, device=where),
         )
         rows = StepRows(
@@ -126,15 +126,14 @@ def _batch_inputs(device: torch.device) -> float:
             _int32(0, 1, 18, 19, 619, device=where),
             _int32(30, 16, 12, 0, device=where),
             _int32(30, 60, 40, 600, device=where),
-            _int32(0, 31, 31, 44, 44, device=where),
-            _int32(256, device=where),
+            _int32(0, 31, 31, 44, 44, 0, 8, 8, 16, 16, device=where).view(2, 5),
+            _int32(256, 32, device=where),
         )
-        longs = [torch.full((640,), -9, device=where) for _ in range(3)]
+        longs = [torch.full(shape, -9, device=where) for shape in ((640,), (640,), (2, 640))]
         ints = torch.full((6,), -9, dtype=torch.int32, device=where)
-        blocks = torch.full((6, 40), -9, dtype=torch.int32, device=where)
-        starts, segment_len = torch.full((7,), -9, dtype=torch.int32, device=where), _int32(-9, device=where)
+        blocks, starts, segment_lens = (torch.full(shape, -9, dtype=torch.int32, device=where) for shape in ((2, 6, 40), (2, 8), (2, 4)))
         last = torch.full((6,), -9, device=where)
-        return tables, rows, BatchInputs(longs[0], longs[1], longs[2], ints, last, blocks, starts, segment_len)
+        return tables, rows, BatchInputs(longs[0], longs[1], longs[2], ints, last, blocks, starts[:, :7], segment_lens[:, :1])
 
     (tables, rows, out), (tables_ref, rows_ref, out_ref) = make(device), make(torch.device("cpu"))
     batch_inputs(tables, rows, out, block_size=BLOCK_SIZE, max_query_len=600)

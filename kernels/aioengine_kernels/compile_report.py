@@ -178,24 +178,24 @@ def _attention(
 
 
 def _batch_inputs(shape: ModelShape) -> None:
-    tables = RequestTables(token_table=_int(256, 8192), block_table=_int(256, 512), last_sampled_tokens=_int(256))
+    tables = RequestTables(token_table=_int(256, 8192), block_table=_int(1, 256, 512), last_sampled_tokens=_int(256))
     rows = StepRows(
         idx_mapping=_int(64),
         query_start_loc=_int(65),
         num_computed_tokens=_int(64),
         num_table_tokens=_int(64),
-        kv_start_loc=_int(65),
+        kv_start_loc=_int(1, 65),
         segment_len=_int(1),
     )
     out = BatchInputs(
         input_ids=_long(8192),
         positions=_long(8192),
-        slot_mapping=_long(8192),
+        slot_mapping=_long(1, 8192),
         seq_lens=_int(256),
         logits_indices=_long(256),
-        block_table=_int(256, 512),
-        kv_start_loc=_int(257),
-        segment_len=_int(1),
+        block_table=_int(1, 256, 512),
+        kv_start_loc=_int(1, 260)[:, :257],
+        segment_len=_int(1, 4)[:, :1],
     )
     batch_inputs_triton(tables, rows, out, block_size=16, max_query_len=1)
 

@@ -57,7 +57,7 @@ def fill(backend: Any, cache: torch.Tensor, randn: torch.Generator) -> None:
 @pytest.mark.parametrize("cap", [None, 5.0])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 2e-3), (torch.int8, 3e-2)])
 def test_equals_the_reference_backend(window: int | None, cap: float | None, dtype: torch.dtype, tolerance: float) -> None:
-    config = replace(CONFIG, sliding_window=window, logits_soft_cap=cap)
+    config = replace(CONFIG, logits_soft_cap=cap)
     results = []
     backends: list[Any] = [TorchPagedBackend(config), CpuPagedBackend(replace(config, kv_cache_dtype=dtype))]
     for backend in backends:
@@ -65,7 +65,7 @@ def test_equals_the_reference_backend(window: int | None, cap: float | None, dty
         cache = backend.allocate_kv_cache(9, CPU)
         fill(backend, cache, randn)
         query, key, value = (torch.randn(9, heads, 16, generator=randn) for heads in (6, 2, 2))
-        metadata = backend.build_metadata(make_batch())
+        metadata = backend.build_metadata(replace(make_batch(), sliding_window=window))
         results.append(backend.forward(query, key, value, kv_cache=cache, metadata=metadata, scale=0.3))
     assert torch.allclose(results[0], results[1], rtol=0, atol=tolerance)
 

@@ -47,13 +47,14 @@ def dense_reference(
     values: torch.Tensor,  # [seq_len, num_kv_heads, head_dim]
     *,
     config: AttentionConfig,
+    window: int | None = None,
     scale: float,
 ) -> torch.Tensor:
     group = config.num_heads // config.num_kv_heads
     output = torch.zeros_like(query, dtype=torch.float64)
     for i in range(len(query)):
         position = len(keys) - len(query) + i
-        first = 0 if config.sliding_window is None else max(0, position - config.sliding_window + 1)
+        first = 0 if window is None else max(0, position - window + 1)
         for head in range(config.num_heads):
             scores = (keys[first : position + 1, head // group].double() @ query[i, head].double()) * scale
             if config.logits_soft_cap is not None:
@@ -70,6 +71,7 @@ class Case:
     query_lens: list[int]
     seq_lens: list[int]
     contiguous: bool = False
+    window: int | None = None
     poison: bool = True
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,8 +101,9 @@ class Case:
             queries.append(query)
             new_keys.append(keys[seq_len - query_len :])
             new_values.append(values[seq_len - query_len :])
-            expected.append(dense_reference(query, keys, values, config=config, scale=scale))
-        metadata = backend.build_metadata(make_batch(self.query_lens, self.seq_lens, tables, block_size))
+            expected.append(dense_reference(query, keys, values, config=config, window=self.window, scale=scale))
+        batch = replace(make_batch(self.query_lens, self.seq_lens, tables, block_size), sliding_window=self.window)
+        metadata = backend.build_metadata(batch)
         output = backend.forward(
             torch.cat(queries), torch.cat(new_keys), torch.cat(new_values), kv_cache=kv_cache, metadata=metadata, scale=scale
         )
@@ -124,8 +127,8 @@ def test_ragged_batch(num_heads: int, num_kv_heads: int, block_size: int, contig
 @pytest.mark.parametrize("window", [None, 1, 7, 16, 40, 1000])
 @pytest.mark.parametrize("block_size", [4, 16])
 def test_window_and_soft_cap(block_size: int, window: int | None, soft_cap: float | None) -> None:
-    config = replace(BASE, block_size=block_size, sliding_window=window, logits_soft_cap=soft_cap)
-    output, expected = Case(config, RAGGED_QUERIES, RAGGED_SEQ_LENS).run()
+    config = replace(BASE, block_size=block_size, logits_soft_cap=soft_cap)
+    output, expected = Case(config, RAGGED_QUERIES, RAGGED_SEQ_LENS, window=window).run()
     torch.testing.assert_close(output.double(), expected, atol=2e-6, rtol=1e-5)
 
 

@@ -22,10 +22,11 @@ from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.engine.loop.engine_snapshot import build_snapshot
 from aioengine.events.step_event import StepEvent
 from aioengine.events.wire import encode
+from aioengine.kv_cache_groups import KVCacheGroup
 from aioengine.outputs import ModelRunnerOutput
 from aioengine.request import Request, RequestStatus
 from aioengine.testing import FakeExecutor, FakeTokenizer
-from aioengine.worker.block_table import BlockTable
+from aioengine.worker.block_table import BlockTables
 from aioengine.worker.model_runner import ModelRunner
 from aioengine.worker.request_state import RequestStates
 
@@ -41,7 +42,7 @@ class Slots:
         self.states = self.runner.states = RequestStates(
             max_num_reqs=MAX_NUM_SEQS, max_model_len=MAX_MODEL_LEN, vocab_size=50, eos_token_ids=frozenset({3})
         )
-        self.runner.block_table = BlockTable(max_num_reqs=MAX_NUM_SEQS, max_model_len=MAX_MODEL_LEN, block_size=4)
+        self.runner.block_tables = BlockTables([KVCacheGroup((0,))], max_num_reqs=MAX_NUM_SEQS, max_model_len=MAX_MODEL_LEN, block_size=4)
 
     def run(self, out: SchedulerOutput, failing: str | None) -> ModelRunnerOutput:
         self.runner._update_states(out)

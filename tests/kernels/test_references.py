@@ -211,11 +211,14 @@ def test_attention_through_the_cache_is_attention() -> None:
     torch.testing.assert_close(torch.cat(outputs), expected, atol=1e-5, rtol=1e-5)
 
 
+TABLE = [[9, 8, 7, 6, 5], [4, 3, 2, 1, 0], [19, 18, 17, 16, 15]]
+
+
 def test_batch_inputs_of_the_seed_example() -> None:
-    """[2, 5, 3] scheduled tokens: positions, ids and slots by hand."""
+    """[2, 5, 3] scheduled tokens: positions, ids and slots by hand. The second group's tables have other first blocks."""
     tables = RequestTables(
         token_table=torch.arange(60, dtype=torch.int32).view(3, 20).clone(),
-        block_table=torch.tensor([[9, 8, 7, 6, 5], [4, 3, 2, 1, 0], [19, 18, 17, 16, 15]], dtype=torch.int32),
+        block_table=torch.tensor([TABLE, [[row[0] + 20, *row[1:]] for row in TABLE]], dtype=torch.int32),
         last_sampled_tokens=int32(-1, 500, -1),
     )
     rows = StepRows(
@@ -223,28 +226,30 @@ def test_batch_inputs_of_the_seed_example() -> None:
         query_start_loc=int32(0, 2, 7, 10),
         num_computed_tokens=int32(3, 0, 6),
         num_table_tokens=int32(20, 20, 8),
-        kv_start_loc=int32(0, 0, 0, 9),
-        segment_len=int32(256),
+        kv_start_loc=torch.tensor([[0, 0, 0, 9], [0, 0, 0, 4]], dtype=torch.int32),
+        segment_len=int32(256, 32),
     )
     out = BatchInputs(
         input_ids=torch.empty(12, dtype=torch.int64),
         positions=torch.empty(12, dtype=torch.int64),
-        slot_mapping=torch.empty(12, dtype=torch.int64),
+        slot_mapping=torch.empty(2, 12, dtype=torch.int64),
         seq_lens=torch.empty(4, dtype=torch.int32),
         logits_indices=torch.empty(4, dtype=torch.int64),
-        block_table=torch.full((4, 5), -1, dtype=torch.int32),
-        kv_start_loc=torch.empty(5, dtype=torch.int32),
-        segment_len=torch.empty(1, dtype=torch.int32),
+        block_table=torch.full((2, 4, 5), -1, dtype=torch.int32),
+        kv_start_loc=torch.empty(2, 5, dtype=torch.int32),
+        segment_len=torch.empty(2, 1, dtype=torch.int32),
     )
     batch_inputs(tables, rows, out, block_size=4, max_query_len=5)
     assert out.input_ids.tolist() == [43, 44, 0, 1, 2, 3, 4, 26, 27, 500, 0, 0]
     assert out.positions.tolist() == [3, 4, 0, 1, 2, 3, 4, 6, 7, 8, 0, 0]
-    assert out.slot_mapping.tolist() == [79, 72, 36, 37, 38, 39, 32, 14, 15, 8, -1, -1]
+    slots = [79, 72, 36, 37, 38, 39, 32, 14, 15, 8, -1, -1]
+    assert out.slot_mapping.tolist() == [slots, [159, 72, 116, 117, 118, 119, *slots[6:]]]
     assert out.seq_lens.tolist() == [5, 5, 9, 0]
     assert out.logits_indices.tolist() == [1, 6, 9, 0]
-    assert out.kv_start_loc.tolist() == [0, 0, 0, 9, 9]
-    assert out.segment_len.tolist() == [256]
-    assert out.block_table.tolist() == [[19, 18, -1, -1, -1], [9, 8, -1, -1, -1], [4, 3, 2, -1, -1], [-1] * 5]
+    assert out.kv_start_loc.tolist() == [[0, 0, 0, 9, 9], [0, 0, 0, 4, 4]]
+    assert out.segment_len.tolist() == [[256], [32]]
+    assert out.block_table[0].tolist() == [[19, 18, -1, -1, -1], [9, 8, -1, -1, -1], [4, 3, 2, -1, -1], [-1] * 5]
+    assert out.block_table[1].tolist() == [[39, 18, -1, -1, -1], [29, 8, -1, -1, -1], [24, 3, 2, -1, -1], [-1] * 5]
     assert tables.token_table[1, 8] == 500
 
 

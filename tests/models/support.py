@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,9 @@ import transformers
 from aioengine.attention.base import AttentionBackend, AttentionBatch, AttentionConfig
 from aioengine.checkpoint.files import ModelFiles
 from aioengine.checkpoint.safetensors import find_safetensors
+from aioengine.kv_cache_groups import group_layers
 from aioengine.models.base import CausalLM
+from aioengine.models.decoder import DecoderForCausalLM
 from aioengine.models.info import read_model_info
 from aioengine.models.loader import load_model
 
@@ -57,8 +59,8 @@ class DenseBackend(AttentionBackend):
         scores = torch.einsum("qhd,khd->hqk", query, keys) * scale
         distance = torch.arange(end - count, end)[:, None] - torch.arange(end)[None]
         hidden = distance < 0
-        if self.config.sliding_window is not None:
-            hidden |= distance >= self.config.sliding_window
+        if metadata.sliding_window is not None:
+            hidden |= distance >= metadata.sliding_window
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
 
     def zero_blocks(self, kv_cache: torch.Tensor, block_ids: list[int]) -> None:
@@ -176,7 +178,6 @@ def load_ours(files: ModelFiles, dtype: torch.dtype = torch.float32) -> CausalLM
         block_size=1,
         dtype=dtype,
         kv_cache_dtype=dtype,
-        sliding_window=info.sliding_window,
     )
     return load_model(files, info=info, device=CPU, dtype=dtype, attention_backend=DenseBackend(config))
 
@@ -193,17 +194,18 @@ def logits_of(model: CausalLM, token_ids: torch.Tensor, *, chunks: tuple[int, ..
             if caches is None:
                 caches = [attention.allocate_kv_cache(total, CPU) for _ in range(model.num_layers)]
             positions = torch.arange(start, start + size)
-            batch = one_request(start, size)
-            hidden = model.forward(token_ids[start : start + size], positions, kv_caches=caches, attention_metadata=batch)
+            hidden = model.forward(
+                token_ids[start : start + size], positions, kv_caches=caches, attention_metadata=one_request(start, size, model)
+            )
             rows.append(model.compute_logits(hidden))
             start += size
     return torch.cat(rows)
 
 
-def one_request(start: int, size: int) -> AttentionBatch:
-    """A step of the positions start .. start + size - 1 of one request, each position a block."""
+def one_request(start: int, size: int, model: CausalLM) -> tuple[AttentionBatch, ...]:
+    """A step of the positions start .. start + size - 1 of one request, each position a block, for each KV-cache group."""
     bounds, lengths = np.array([0, size], dtype=np.int32), np.array([start + size], dtype=np.int32)
-    return AttentionBatch(
+    batch = AttentionBatch(
         num_reqs=1,
         num_tokens=size,
         max_query_len=size,
@@ -215,6 +217,8 @@ def one_request(start: int, size: int) -> AttentionBatch:
         block_table=torch.arange(start + size, dtype=torch.int32)[None],
         slot_mapping=torch.arange(start, start + size),
     )
+    assert isinstance(model, DecoderForCausalLM)
+    return tuple(replace(batch, sliding_window=group.sliding_window) for group in group_layers(model.config.layer_windows))
 
 
 def reference_logits(model: transformers.PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:

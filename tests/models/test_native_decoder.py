@@ -16,6 +16,7 @@ from aioengine.attention.cpu_paged import CpuPagedBackend
 from aioengine.attention.torch_paged import TorchPagedBackend
 from aioengine.checkpoint.stored_tensor import PackedRows
 from aioengine.errors import ModelError
+from aioengine.kv_cache_groups import group_layers
 from aioengine.layers.rope import RopeConfig
 from aioengine.models.base import CausalLM
 from aioengine.models.config import DecoderConfig
@@ -44,7 +45,7 @@ CONFIGS = {
     "llama": BASE,
     "qwen2": replace(BASE, qkv_bias=True, tie_word_embeddings=False),
     "qwen3": replace(BASE, qk_norm=True),
-    "window and biases": replace(BASE, sliding_window=9, qkv_bias=True, output_bias=True, mlp_bias=True),
+    "window and biases": replace(BASE, layer_windows=(9, 9), qkv_bias=True, output_bias=True, mlp_bias=True),
 }
 
 
@@ -117,13 +118,13 @@ def checkpoint(config: DecoderConfig, kind: str) -> Iterator[Stored]:
 
 
 def attention_config(config: DecoderConfig) -> AttentionConfig:
-    return AttentionConfig(
-        config.num_heads, config.num_kv_heads, config.head_dim, 16, torch.float32, torch.float32, sliding_window=config.sliding_window
-    )
+    return AttentionConfig(config.num_heads, config.num_kv_heads, config.head_dim, 16, torch.float32, torch.float32)
 
 
 def logits_of(model: CausalLM, backend: TorchPagedBackend | CpuPagedBackend, chunks: list[int]) -> torch.Tensor:
     """One request of sum(chunks) tokens, block table [2, 0, 3]."""
+    assert isinstance(model, DecoderForCausalLM | NativeDecoderForCausalLM)
+    windows = [group.sliding_window for group in group_layers(model.config.layer_windows)]
     caches = [backend.allocate_kv_cache(4, CPU) for _ in range(model.num_layers)]
     table, end, parts = torch.tensor([[2, 0, 3]], dtype=torch.int32), 0, []
     ids = torch.arange(sum(chunks)) * 7 % 112
@@ -131,9 +132,14 @@ def logits_of(model: CausalLM, backend: TorchPagedBackend | CpuPagedBackend, chu
         start, end = end, end + count
         starts, lens, position = np.array([0, count], dtype=np.int32), np.array([end], dtype=np.int32), torch.arange(start, end)
         slots = table[0, position // 16].long() * 16 + position % 16
-        batch = AttentionBatch(1, count, count, end, torch.from_numpy(starts), starts, torch.from_numpy(lens), lens, table, slots)
+        metadata = [
+            backend.build_metadata(
+                AttentionBatch(1, count, count, end, torch.from_numpy(starts), starts, torch.from_numpy(lens), lens, table, slots, window)
+            )
+            for window in windows
+        ]
         with torch.inference_mode():
-            hidden = model.forward(ids[start:end], position, kv_caches=caches, attention_metadata=backend.build_metadata(batch))
+            hidden = model.forward(ids[start:end], position, kv_caches=caches, attention_metadata=tuple(metadata))
             parts.append(model.compute_logits(hidden))
     return torch.cat(parts)
 

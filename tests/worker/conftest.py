@@ -71,7 +71,7 @@ class TinyModel(nn.Module):
         x = self.embedding[input_ids] + self.position_embedding[positions]
         for layer in range(2):
             query, key, value = (x @ self.qkv[layer]).view(-1, 8, 8).split([4, 2, 2], dim=1)
-            attended = self.backend.forward(query, key, value, kv_cache=kv_caches[layer], metadata=attention_metadata, scale=8**-0.5)
+            attended = self.backend.forward(query, key, value, kv_cache=kv_caches[layer], metadata=attention_metadata[0], scale=8**-0.5)
             x = x + torch.tanh(attended.reshape(-1, 32) @ self.out[layer])
         return x
 

@@ -11,8 +11,9 @@ import torch
 
 from aioengine.config import ResolvedConfig
 from aioengine.core.scheduler_output import CachedRequestData, SchedulerOutput
+from aioengine.kv_cache_groups import KVCacheGroup
 from aioengine.sampling_params import SamplingParams
-from aioengine.worker.block_table import BlockTable
+from aioengine.worker.block_table import BlockTables
 from aioengine.worker.device import CpuDevice, InterpreterDevice
 from aioengine.worker.input_batch import InputBatch
 from aioengine.worker.pipeline.base import SampledRows
@@ -43,8 +44,8 @@ class DraftStep:
             known = prompt + output
             self.states.write_history(slot, known + draft_token_ids[number])
             self.states.num_known_tokens[slot] = len(known)
-        block_table = BlockTable(max_num_reqs=len(requests) + 1, max_model_len=64, block_size=4)
-        self.pipeline = HostPipeline(states=self.states, block_table=block_table, device=CpuDevice(num_threads=None))
+        block_tables = BlockTables([KVCacheGroup((0,))], max_num_reqs=len(requests) + 1, max_model_len=64, block_size=4)
+        self.pipeline = HostPipeline(states=self.states, block_tables=block_tables, device=CpuDevice(num_threads=None))
         lens = [len(prompt) + len(output) for prompt, output, _ in requests]
         rows = [(number, lens[number] + j) for number, some in enumerate(draft_token_ids) for j in range(len(some) + 1)]
         nothing = torch.zeros(0, dtype=torch.int64)
@@ -61,8 +62,7 @@ class DraftStep:
             seq_lens_np=np.asarray([length + len(some) for length, some in zip(lens, draft_token_ids, strict=True)], dtype=np.int32),
             input_ids=nothing,
             positions=nothing,
-            slot_mapping=nothing,
-            block_table=nothing,
+            groups=(),
             logits_indices=nothing,
             sampled_np=np.asarray([number for number, _ in rows], dtype=np.int64),
             row_seq_lens_np=np.asarray([length for _, length in rows], dtype=np.int64),
@@ -129,8 +129,8 @@ def test_who_lost_its_slot_meanwhile_gets_no_tokens() -> None:
 
 def test_a_device_refuses_draft_tokens(make_config: Callable[..., ResolvedConfig]) -> None:
     states = RequestStates(max_num_reqs=1, max_model_len=8, vocab_size=9, eos_token_ids=frozenset())
-    table = BlockTable(max_num_reqs=1, max_model_len=8, block_size=4)
-    pipeline = create_pipeline(InterpreterDevice(num_threads=None), make_config(), states=states, block_table=table)
+    table = BlockTables([KVCacheGroup((0,))], max_num_reqs=1, max_model_len=8, block_size=4)
+    pipeline = create_pipeline(InterpreterDevice(num_threads=None), make_config(), states=states, block_tables=table)
     out = SchedulerOutput(1, [], CachedRequestData(), {"r": 3}, 3, scheduled_spec_decode_tokens={"r": [1, 2]})
     with pytest.raises(RuntimeError, match="draft tokens can be checked on the CPU only"):
         pipeline.build_batch(out)

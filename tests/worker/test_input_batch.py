@@ -12,14 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aioengine.core.scheduler_output import CachedRequestData, SchedulerOutput
+from aioengine.kv_cache_groups import KVCacheGroup
 from aioengine.sampling_params import SamplingParams
-from aioengine.worker.block_table import BlockTable
+from aioengine.worker.block_table import BlockTables
 from aioengine.worker.device import CpuDevice
 from aioengine.worker.input_batch import InputBatch, build_input_batch
 from aioengine.worker.request_state import RequestStates
 
 MAX_MODEL_LEN = 40
 PARAMS = SamplingParams(temperature=0, seed=0)
+
+GROUPS = (KVCacheGroup((0,)), KVCacheGroup((1,), 8))
+OTHER_GROUP = 1000
 
 
 @dataclass
@@ -29,7 +33,7 @@ class Plan:
     tokens: list[int]  # known ones
     start: int
     num_scheduled: int
-    blocks: list[int]
+    blocks: list[int]  # of the first KV-cache group; the second one's ids are larger by OTHER_GROUP
     draft_token_ids: list[int] = field(default_factory=list)  # after the known ones; then the step starts at the last known one
 
     @property
@@ -39,13 +43,13 @@ class Plan:
 
 def build(plans: dict[str, Plan], *, block_size: int, slots_in_use_before: int = 0) -> tuple[InputBatch, RequestStates]:
     states = RequestStates(max_num_reqs=8, max_model_len=MAX_MODEL_LEN, vocab_size=1000, eos_token_ids=frozenset())
-    block_table = BlockTable(max_num_reqs=8, max_model_len=MAX_MODEL_LEN, block_size=block_size)
+    block_tables = BlockTables(GROUPS, max_num_reqs=8, max_model_len=MAX_MODEL_LEN, block_size=block_size)
     for i in range(slots_in_use_before):
         states.add(f"before{i}", [999] * MAX_MODEL_LEN, PARAMS)
     for req_id, plan in plans.items():
         slot = states.add(req_id, plan.tokens, PARAMS)
         states.num_computed_tokens[slot] = plan.start
-        block_table.replace_row(slot, plan.blocks)
+        block_tables.replace_rows(slot, [plan.blocks, [block + OTHER_GROUP for block in plan.blocks]])
     out = SchedulerOutput(
         step_id=1,
         scheduled_new_reqs=[],
@@ -56,7 +60,7 @@ def build(plans: dict[str, Plan], *, block_size: int, slots_in_use_before: int =
     )
     for req_id, draft_token_ids in out.scheduled_spec_decode_tokens.items():
         states.write_draft_tokens(req_id, draft_token_ids)
-    return build_input_batch(out, states=states, block_table=block_table, device=CpuDevice(num_threads=None)), states
+    return build_input_batch(out, states=states, block_tables=block_tables, device=CpuDevice(num_threads=None)), states
 
 
 @st.composite
@@ -99,7 +103,9 @@ def test_against_a_slow_oracle(case: tuple[dict[str, Plan], int], slots_in_use_b
     assert batch.idx_mapping_np.tolist() == [states.slot_of(req_id) for req_id in requests]
     assert batch.input_ids.tolist() == expected["ids"]
     assert batch.positions.tolist() == expected["positions"]
-    assert batch.slot_mapping.tolist() == expected["slots"]
+    assert batch.groups[0].slot_mapping.tolist() == expected["slots"]
+    assert batch.groups[1].slot_mapping.tolist() == [slot + OTHER_GROUP * block_size for slot in expected["slots"]]
+    assert [group.sliding_window for group in batch.groups] == [None, 8]
     assert batch.query_start_loc.tolist() == batch.query_start_loc_np.tolist() == expected["starts"]
     assert batch.seq_lens.tolist() == batch.seq_lens_np.tolist() == [plan.end for plan in requests.values()]
     assert batch.logits_indices.tolist() == expected["logits"]
@@ -108,8 +114,9 @@ def test_against_a_slow_oracle(case: tuple[dict[str, Plan], int], slots_in_use_b
     assert [states.num_known_tokens[states.slot_of(r)] for r in requests] == [len(plan.tokens) for plan in requests.values()]
     assert batch.max_query_len == max(plan.num_scheduled for plan in requests.values())
     assert batch.max_seq_len == max(plan.end for plan in requests.values())
-    for row, plan in zip(batch.block_table, requests.values(), strict=True):
-        assert row[: len(plan.blocks)].tolist() == plan.blocks
+    for group, offset in zip(batch.groups, (0, OTHER_GROUP), strict=True):
+        for row, plan in zip(group.block_table, requests.values(), strict=True):
+            assert (row[: len(plan.blocks)] - offset).tolist() == plan.blocks
 
 
 def test_the_example_of_the_docstring() -> None:
@@ -122,15 +129,15 @@ def test_the_example_of_the_docstring() -> None:
     assert batch.query_start_loc.tolist() == [0, 2, 7, 10]
     assert batch.positions.tolist() == [0, 1, 3, 4, 5, 6, 7, 1, 2, 3]
     assert batch.input_ids.tolist() == [100, 101, 203, 204, 205, 206, 207, 301, 302, 303]
-    assert batch.slot_mapping.tolist() == [20, 21, 27, 8, 9, 10, 11, 29, 30, 31]
+    assert batch.groups[0].slot_mapping.tolist() == [20, 21, 27, 8, 9, 10, 11, 29, 30, 31]
     assert batch.logits_indices.tolist() == [1, 9]  # b stops one short of its ninth token
 
 
 def test_dtypes() -> None:
     batch, _ = build({"a": Plan([1, 2, 3], 0, 3, [1])}, block_size=4)
-    for tensor in (batch.input_ids, batch.positions, batch.slot_mapping, batch.logits_indices):
+    for tensor in (batch.input_ids, batch.positions, batch.groups[0].slot_mapping, batch.logits_indices):
         assert tensor.dtype == torch.int64
-    for tensor in (batch.query_start_loc, batch.seq_lens, batch.block_table):
+    for tensor in (batch.query_start_loc, batch.seq_lens, batch.groups[0].block_table):
         assert tensor.dtype == torch.int32
 
 
@@ -149,7 +156,7 @@ def test_a_request_without_a_slot_is_named() -> None:
         build_input_batch(
             out,
             states=states,
-            block_table=BlockTable(max_num_reqs=1, max_model_len=8, block_size=4),
+            block_tables=BlockTables(GROUPS, max_num_reqs=1, max_model_len=8, block_size=4),
             device=CpuDevice(num_threads=None),
         )
 

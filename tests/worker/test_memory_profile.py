@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from aioengine.attention.base import AttentionConfig
 from aioengine.attention.triton_paged import TritonPagedBackend
-from aioengine.config import GIB, SchedulerConfig
-from aioengine.worker.block_table import BlockTable
+from aioengine.config import GIB, CacheConfig, SchedulerConfig
+from aioengine.kv_cache_groups import KVCacheGroup
+from aioengine.worker.block_table import BlockTables
 from aioengine.worker.input_batch import StepPlan
 from aioengine.worker.largest_step import largest_step, run_largest_sampling, run_largest_step
 from aioengine.worker.memory_profile import (
@@ -92,8 +93,11 @@ def test_the_largest_step_uses_the_whole_budget(budget: int, max_model_len: int,
     assert int(batch.slot_mapping.max()) < 16
 
 
-@pytest.mark.parametrize(("num_slots", "max_model_len", "vocab_size"), [(1, 64, 300), (64, 4096, 49152), (7, 100, 151936)])
-def test_the_memory_of_the_tables_is_what_they_take(num_slots: int, max_model_len: int, vocab_size: int) -> None:
+@pytest.mark.parametrize(
+    ("num_slots", "max_model_len", "vocab_size", "num_groups"),
+    [(1, 64, 300, 1), (64, 4096, 49152, 1), (64, 4096, 49152, 6), (7, 100, 151936, 2)],
+)
+def test_the_memory_of_the_tables_is_what_they_take(num_slots: int, max_model_len: int, vocab_size: int, num_groups: int) -> None:
     taken: list[int] = []
 
     class Counting(HostTransfers):
@@ -105,16 +109,17 @@ def test_the_memory_of_the_tables_is_what_they_take(num_slots: int, max_model_le
 
     scheduler = SchedulerConfig(max_num_seqs=num_slots, max_num_batched_tokens=512, max_model_len=max_model_len)
     states = RequestStates(max_num_reqs=num_slots, max_model_len=max_model_len, vocab_size=vocab_size, eos_token_ids=frozenset())
-    table = BlockTable(max_num_reqs=num_slots, max_model_len=max_model_len, block_size=16)
+    groups = tuple(KVCacheGroup((i,), 8 if i else None) for i in range(num_groups))
+    tables = BlockTables(groups, max_num_reqs=num_slots, max_model_len=max_model_len, block_size=16)
     pipeline = DevicePipeline(
-        states=states, block_table=table, transfers=Counting(), max_num_tokens=512, vocab_size=vocab_size, num_kv_heads=2
+        states=states, block_tables=tables, transfers=Counting(), max_num_tokens=512, vocab_size=vocab_size, num_kv_heads=2
     )
     holders = [pipeline._tables, pipeline._inputs]
     tensors = [getattr(holder, field.name) for holder in holders for field in fields(holder)]  # type: ignore[arg-type]
     tensors.append(pipeline._one_token_each)
     actual = sum(tensor.nbytes for tensor in tensors) + sum(taken)
-    counted = pipeline_bytes(scheduler, block_size=16, vocab_size=vocab_size)
-    assert actual <= counted <= actual + 16 * num_slots + 64
+    counted = pipeline_bytes(scheduler, CacheConfig(block_size=16, kv_cache_groups=groups), vocab_size=vocab_size)
+    assert actual <= counted <= actual + 16 * num_slots + 64 * num_groups
 
 
 def test_the_largest_step_samples_with_everything(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +142,8 @@ def test_the_largest_step_runs_the_model_and_scores_every_token(tiny_model_class
     backend = TritonPagedBackend(config)
     model = tiny_model_class(backend)
     scheduler = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=16, max_model_len=32)
-    run_largest_step(model, backend=backend, scheduler=scheduler, block_size=4, vocab_size=61, device=torch.device("cpu"))
+    cache = CacheConfig(block_size=4, kv_cache_groups=(KVCacheGroup((0, 1)),))
+    run_largest_step(model, backend=backend, scheduler=scheduler, cache=cache, vocab_size=61, device=torch.device("cpu"))
     assert model.num_forwards == 1
     assert model.num_logits_rows == 16 + 3
 

@@ -71,7 +71,7 @@ def test_resuming_in_the_same_slot_replaces_the_blocks(make_driver: MakeDriver) 
     driver.step({})  # nobody else runs: the preemption travels alone
     assert driver.generate("r", 12) == generate_alone(make_driver, {"temperature": 0})
     assert driver.runner.states.slot_of("r") == 0
-    block_table = driver.runner.block_table
+    (block_table,) = driver.runner.block_tables.tables
     assert block_table.array[0, : block_table.num_blocks[0]].tolist() == driver.blocks["r"]
     assert not set(old_blocks) & set(driver.blocks["r"])
 

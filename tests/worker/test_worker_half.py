@@ -76,7 +76,7 @@ class Watched:
         """The block table of every request that has a row."""
         runner = self.driver.runner
         slots = {req_id: runner.states.slot_of(req_id) for req_id in self.histories}
-        table = runner.block_table
+        (table,) = runner.block_tables.tables
         return {req_id: tuple(table.array[slot, : table.num_blocks[slot]].tolist()) for req_id, slot in slots.items() if slot is not None}
 
     def step(self, out: SchedulerOutput) -> None:
@@ -118,7 +118,7 @@ class Watched:
         assert half.query_start_loc == batch.query_start_loc_np.tolist()
         assert half.seq_lens == batch.seq_lens_np.tolist()
         assert half.positions == batch.positions.tolist()
-        assert half.slot_mapping == batch.slot_mapping.tolist()
+        assert half.slot_mapping == batch.groups[0].slot_mapping.tolist()
         assert half.logits_indices == batch.logits_indices.tolist()
         token_ids = batch.input_ids.tolist()
         for row in half.rows:

@@ -37,7 +37,7 @@ class PaddedInputs:
 
     input_ids: torch.Tensor  # [size] int64; padding 0
     positions: torch.Tensor  # [size] int64; padding 0
-    attention: AttentionBatch  # padding: one query token over nothing, whose key is not written
+    attention: tuple[AttentionBatch, ...]  # of each KV-cache group; padding: one query token over nothing, whose key is not written
 
 
 class StepPipeline(ABC):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aioengine.config import ResolvedConfig
 from aioengine.errors import ConfigError
-from aioengine.worker.block_table import BlockTable
+from aioengine.worker.block_table import BlockTables
 from aioengine.worker.device import Device
 from aioengine.worker.pipeline.base import StepPipeline
 from aioengine.worker.pipeline.host import HostPipeline
@@ -12,7 +12,7 @@ from aioengine.worker.request_state import RequestStates
 from aioengine.worker.sample.logits_processor import load_logits_processors
 
 
-def create_pipeline(device: Device, config: ResolvedConfig, *, states: RequestStates, block_table: BlockTable) -> StepPipeline:
+def create_pipeline(device: Device, config: ResolvedConfig, *, states: RequestStates, block_tables: BlockTables) -> StepPipeline:
     """How steps are built and sampled on `device`, over the given slot tables.
 
     Raises ConfigError for logits processors on a device that runs behind the host.
@@ -21,7 +21,7 @@ def create_pipeline(device: Device, config: ResolvedConfig, *, states: RequestSt
     if transfers is None:
         return HostPipeline(
             states=states,
-            block_table=block_table,
+            block_tables=block_tables,
             device=device,
             logprobs_mode=config.worker.logprobs_mode,
             processors=load_logits_processors(config),
@@ -35,11 +35,10 @@ def create_pipeline(device: Device, config: ResolvedConfig, *, states: RequestSt
 
     return DevicePipeline(
         states=states,
-        block_table=block_table,
+        block_tables=block_tables,
         transfers=transfers,
         max_num_tokens=config.scheduler.max_num_batched_tokens,
         vocab_size=config.model.vocab_size,
         num_kv_heads=config.model.num_kv_heads,
-        sliding_window=config.model.sliding_window,
         logprobs_mode=config.worker.logprobs_mode,
     )

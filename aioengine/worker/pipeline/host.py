@@ -12,7 +12,7 @@ import torch
 from aioengine.config import LogprobsMode
 from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.printable import get_logger
-from aioengine.worker.block_table import BlockTable
+from aioengine.worker.block_table import BlockTables
 from aioengine.worker.device import Device
 from aioengine.worker.input_batch import InputBatch, LongArray, build_input_batch
 from aioengine.worker.pipeline.base import SampledRows, StepPipeline, sampled_rows
@@ -31,19 +31,19 @@ class HostPipeline(StepPipeline):
         self,
         *,
         states: RequestStates,
-        block_table: BlockTable,
+        block_tables: BlockTables,
         device: Device,
         logprobs_mode: LogprobsMode = "raw_logprobs",
         processors: Sequence[LoadedProcessor] = (),
     ) -> None:
         self._states = states
-        self._block_table = block_table
+        self._block_tables = block_tables
         self._device = device
         self._logprobs_mode: LogprobsMode = logprobs_mode
         self._processors = processors
 
     def build_batch(self, out: SchedulerOutput) -> InputBatch:
-        return build_input_batch(out, states=self._states, block_table=self._block_table, device=self._device)
+        return build_input_batch(out, states=self._states, block_tables=self._block_tables, device=self._device)
 
     def sample(self, logits: torch.Tensor, batch: InputBatch, *, bitmasks: Mapping[int, bytes]) -> SampledRows:
         req_ids, slots, output_indices = sampled_rows(batch, self._states)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from aioengine_kernels.cpu.decoder import DecoderShape, LayerWeights, NativeDecoder
+    from aioengine_kernels.cpu.decoder import DecoderShape, GroupInputs, LayerWeights, NativeDecoder
     from aioengine_kernels.cpu.kernels import CpuKernels, KvCacheFormat, load_kernels
     from aioengine_kernels.cpu.library import ISAS, status, supported_isas
     from aioengine_kernels.cpu.packing import FusedMatrix, PackedMatrix
@@ -19,6 +19,7 @@ _HOMES = {
     "KvCacheFormat": "kernels",
     "DecoderShape": "decoder",
     "FusedMatrix": "packing",
+    "GroupInputs": "decoder",
     "ISAS": "library",
     "LayerWeights": "decoder",
     "NativeDecoder": "decoder",
@@ -33,6 +34,7 @@ __all__ = [
     "CpuKernels",
     "DecoderShape",
     "FusedMatrix",
+    "GroupInputs",
     "KvCacheFormat",
     "LayerWeights",
     "NativeDecoder",

@@ -62,14 +62,19 @@ class Layer(ctypes.Structure):
     _fields_ = (
         *((name, Matrix) for name in ("qkv", "output", "gate_up", "down")),
         *((name, _P) for name in ("input_norm", "post_norm", "query_norm", "key_norm", "cache")),
+        ("group", _L),
     )
+
+
+class CacheGroup(ctypes.Structure):
+    _fields_ = (("slots", _P), ("block_table", _P), ("block_table_stride", _L), ("window", _L))
 
 
 class Step(ctypes.Structure):
     _fields_ = (
-        *((name, _P) for name in ("residual", "normed", "final_norm", "cos_sin", "positions", "slots")),
-        *((name, _P) for name in ("block_table", "seq_lens", "query_start_loc")),
-        *((name, _L) for name in ("block_table_stride", "num_reqs", "m", "hidden", "window")),
+        *((name, _P) for name in ("residual", "normed", "final_norm", "cos_sin", "positions")),
+        *((name, _P) for name in ("seq_lens", "query_start_loc", "groups")),
+        *((name, _L) for name in ("num_groups", "num_reqs", "m", "hidden")),
         *((name, _F) for name in ("eps", "scale", "soft_cap")),
         *((name, _I) for name in ("isa", "num_threads", "kv_type", "block_size", "num_heads", "num_kv_heads", "head_dim")),
     )
@@ -79,7 +84,7 @@ class PeakArgs(ctypes.Structure):
     _fields_ = (("isa", _I), ("kind", _I), ("num_threads", _I), ("repeats", _L), ("data", _P), ("bytes", _L))
 
 
-STRUCTURES = (CacheLayout, LinearArgs, AttentionArgs, RopeCacheArgs, RmsNormArgs, SiluMulArgs, Matrix, Layer, Step, PeakArgs)
+STRUCTURES = (CacheLayout, LinearArgs, AttentionArgs, RopeCacheArgs, RmsNormArgs, SiluMulArgs, Matrix, Layer, CacheGroup, Step, PeakArgs)
 
 
 def declared_layout() -> dict[str, int]:

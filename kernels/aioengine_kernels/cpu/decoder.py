@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from aioengine_kernels.cpu.abi import Layer, Matrix, Step
+from aioengine_kernels.cpu.abi import CacheGroup, Layer, Matrix, Step
 from aioengine_kernels.cpu.kernels import KV_TYPES, CpuKernels, KvCacheFormat
 from aioengine_kernels.cpu.library import ISAS, open_library
 from aioengine_kernels.cpu.packing import FusedMatrix, PackedMatrix
@@ -43,8 +43,16 @@ class DecoderShape:
     hidden_size: int
     rms_norm_eps: float
     scale: float  # of attention scores
-    sliding_window: int | None = None
     logits_soft_cap: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupInputs:
+    """What the layers of a KV-cache group share in one step."""
+
+    slots: torch.Tensor  # [n] int64
+    block_table: torch.Tensor  # [num_reqs, *] int32; entries of blocks that lie wholly behind the window are never read
+    sliding_window: int | None = None  # a query sees that many positions, its own included
 
 
 class NativeDecoder:
@@ -58,8 +66,9 @@ class NativeDecoder:
         *,
         final_norm: torch.Tensor,  # [hidden] float32
         cos_sin: torch.Tensor,  # [positions, head_dim] float32: cosines, then sines
-        kv_caches: Sequence[torch.Tensor],  # one a layer, in shape.cache_format
+        kv_caches: Sequence[torch.Tensor],  # one a layer, in shape.cache_format; layers of different groups may share one
         fast: bool,
+        layer_groups: Sequence[int] | None = None,  # which of the groups of `forward` each layer belongs to; None: there is one
     ) -> None:
         """Raises ValueError for shapes that do not fit together."""
         self._library = open_library()
@@ -69,6 +78,9 @@ class NativeDecoder:
             raise ValueError(reason)
         if len(layers) != len(kv_caches) or not layers:
             raise ValueError(f"{len(layers)} layers and {len(kv_caches)} caches: there must be one of each, and at least one")
+        numbers = [0] * len(layers) if layer_groups is None else list(layer_groups)
+        if len(numbers) != len(layers) or min(numbers) < 0:
+            raise ValueError(f"layer_groups must be {len(layers)} numbers from 0 on, one a layer, got {numbers}")
         for layer, cache in zip(layers, kv_caches, strict=True):
             _check_layer(layer, shape)
             _check(cache, "kv_cache", torch.uint8, f.shape(cache.shape[0]))
@@ -79,13 +91,15 @@ class NativeDecoder:
         self._num_layers = len(layers)
         self._parts: list[Matrix] = []  # what the `next` of the layers' matrices points to
         self._layers = (Layer * len(layers))(
-            *(_layer_struct(layer, cache, fast, self._parts) for layer, cache in zip(layers, kv_caches, strict=True))
+            *(_layer_struct(layer, cache, group, fast, self._parts) for layer, cache, group in zip(layers, kv_caches, numbers, strict=True))
         )
+        self._groups = (CacheGroup * (max(numbers) + 1))()  # written anew by each step
         self._fixed = {
             "final_norm": final_norm.data_ptr(),
             "cos_sin": cos_sin.data_ptr(),
             "hidden": shape.hidden_size,
-            "window": shape.sliding_window or 0,
+            "groups": ctypes.addressof(self._groups),
+            "num_groups": len(self._groups),
             "eps": shape.rms_norm_eps,
             "scale": shape.scale,
             "soft_cap": shape.logits_soft_cap or 0.0,
@@ -103,8 +117,7 @@ class NativeDecoder:
         residual: torch.Tensor,  # [n, hidden] float32: the embeddings; holds the last layer's output afterwards
         positions: torch.Tensor,  # [n] int64, each below the rows of cos_sin
         *,
-        slots: torch.Tensor,  # [n] int64
-        block_table: torch.Tensor,  # [num_reqs, *] int32
+        groups: Sequence[GroupInputs],
         seq_lens: torch.Tensor,  # [num_reqs] int32
         query_start_loc: torch.Tensor,  # [num_reqs + 1] int32
     ) -> torch.Tensor:  # [n, hidden] float32, after the final norm
@@ -112,21 +125,19 @@ class NativeDecoder:
         n, num_reqs = residual.shape[0], seq_lens.shape[0]
         _check(residual, "residual", torch.float32, (n, self._shape.hidden_size))
         _check(positions, "positions", torch.int64, (n,))
-        _check(slots, "slots", torch.int64, (n,))
         _check(seq_lens, "seq_lens", torch.int32, (num_reqs,))
         _check(query_start_loc, "query_start_loc", torch.int32, (num_reqs + 1,))
-        if block_table.dtype is not torch.int32 or block_table.dim() != 2 or block_table.shape[0] < num_reqs or block_table.stride(1) != 1:
-            raise ValueError(f"block_table must be int32 [{num_reqs}, *], got {block_table.dtype} {list(block_table.shape)}")
+        if len(groups) != len(self._groups):
+            raise ValueError(f"the layers are of {len(self._groups)} KV-cache groups, got the inputs of {len(groups)}")
+        for struct, group in zip(self._groups, groups, strict=True):
+            _fill_group(struct, group, n=n, num_reqs=num_reqs)
         normed = torch.empty_like(residual)
         step = Step(
             residual=residual.data_ptr(),
             normed=normed.data_ptr(),
             positions=positions.data_ptr(),
-            slots=slots.data_ptr(),
-            block_table=block_table.data_ptr(),
             seq_lens=seq_lens.data_ptr(),
             query_start_loc=query_start_loc.data_ptr(),
-            block_table_stride=block_table.stride(0),
             num_reqs=num_reqs,
             m=n,
             **self._fixed,
@@ -139,6 +150,15 @@ class NativeDecoder:
 def _check(x: torch.Tensor, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     if x.dtype is not dtype or x.shape != shape or not x.is_contiguous():
         raise ValueError(f"{name} must be contiguous {dtype} {list(shape)}, got {x.dtype} {list(x.shape)}")
+
+
+def _fill_group(struct: CacheGroup, group: GroupInputs, *, n: int, num_reqs: int) -> None:
+    slots, table = group.slots, group.block_table
+    _check(slots, "slots", torch.int64, (n,))
+    if table.dtype is not torch.int32 or table.dim() != 2 or table.shape[0] < num_reqs or table.stride(1) != 1:
+        raise ValueError(f"block_table must be int32 [{num_reqs}, *], got {table.dtype} {list(table.shape)}")
+    struct.slots, struct.block_table, struct.block_table_stride = slots.data_ptr(), table.data_ptr(), table.stride(0)
+    struct.window = group.sliding_window or 0
 
 
 def _check_layer(layer: LayerWeights, shape: DecoderShape) -> None:
@@ -166,7 +186,7 @@ def _address(x: torch.Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-def _layer_struct(layer: LayerWeights, cache: torch.Tensor, fast: bool, kept: list[Matrix]) -> Layer:
+def _layer_struct(layer: LayerWeights, cache: torch.Tensor, group: int, fast: bool, kept: list[Matrix]) -> Layer:
     def matrix(m: PackedMatrix | FusedMatrix, bias: torch.Tensor | None) -> Matrix:
         parts = m.parts if isinstance(m, FusedMatrix) else (m,)
         first, following = m.rows, None
@@ -190,4 +210,5 @@ def _layer_struct(layer: LayerWeights, cache: torch.Tensor, fast: bool, kept: li
         query_norm=_address(layer.query_norm),
         key_norm=_address(layer.key_norm),
         cache=cache.data_ptr(),
+        group=group,
     )

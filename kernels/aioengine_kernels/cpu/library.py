@@ -19,7 +19,7 @@ from aioengine_kernels.cpu.abi import (
     layout_difference,
 )
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 ISAS = ("portable", "avx2", "avx512")  # the index is the number in the C ABI
 ISA_VARIABLE = "AIOENGINE_CPU_ISA"
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from aioengine_kernels.cpu import CpuKernels, DecoderShape, KvCacheFormat, LayerWeights, NativeDecoder
+from aioengine_kernels.cpu import CpuKernels, DecoderShape, GroupInputs, KvCacheFormat, LayerWeights, NativeDecoder
 from aioengine_kernels.cpu.packing import pack_dense
 
 Randn = Callable[..., torch.Tensor]
@@ -36,17 +36,20 @@ def make_layers(
 
 
 def single_operations(kernels: CpuKernels, layers: list[LayerWeights], caches: list[torch.Tensor], final: torch.Tensor, x: torch.Tensor,
-                      step: dict[str, torch.Tensor], cos_sin: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # fmt: skip
+                      step: dict[str, Any], cos_sin: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # fmt: skip
     residual, f = x.clone(), SHAPE.cache_format
     normed = kernels.rms_norm(residual, layers[0].input_norm, eps=EPS)
     norms = [*(layer.input_norm for layer in layers[1:]), final]
     for layer, cache, norm in zip(layers, caches, norms, strict=True):
         qkv = kernels.linear(normed, layer.qkv, layer.qkv_bias).view(len(x), -1, DIM)
         query, key, value = qkv.split_with_sizes((HEADS, KV_HEADS, KV_HEADS), dim=1)
-        kernels.rope_and_cache(query, key, value, kv_cache=cache, cache_format=f, slots=step["slots"], cos_sin=cos_sin, positions=positions,
+        slots = step["groups"][0].slots
+        kernels.rope_and_cache(query, key, value, kv_cache=cache, cache_format=f, slots=slots, cos_sin=cos_sin, positions=positions,
                                query_norm=layer.query_norm, key_norm=layer.key_norm, norm_eps=EPS)  # fmt: skip
-        tables: dict[str, Any] = {name: step[name] for name in ("block_table", "seq_lens", "query_start_loc")}
-        attended = kernels.attention(query, kv_cache=cache, cache_format=f, scale=SHAPE.scale, **tables)
+        tables: dict[str, Any] = {name: step[name] for name in ("seq_lens", "query_start_loc")}
+        attended = kernels.attention(
+            query, block_table=step["groups"][0].block_table, kv_cache=cache, cache_format=f, scale=SHAPE.scale, **tables
+        )
         out = kernels.linear(attended.view(len(x), -1), layer.output, layer.output_bias)
         normed = kernels.rms_norm(out, layer.post_norm, eps=EPS, residual=residual)
         gated = kernels.silu_mul(kernels.linear(normed, layer.gate_up, layer.gate_up_bias))
@@ -79,12 +82,11 @@ def reference(layers: list[dict[str, torch.Tensor]], final: torch.Tensor, x: tor
     return F.rms_norm(residual, (HIDDEN,), final.double(), EPS)
 
 
-def make_step(first: int, last: int) -> dict[str, torch.Tensor]:
+def make_step(first: int, last: int) -> dict[str, Any]:
     table = torch.tensor([[2, 0, 3]], dtype=torch.int32)
     position = torch.arange(first, last)
     return {
-        "slots": table[0, position // 16].long() * 16 + position % 16,
-        "block_table": table,
+        "groups": [GroupInputs(table[0, position // 16].long() * 16 + position % 16, table)],
         "seq_lens": torch.tensor([last], dtype=torch.int32),
         "query_start_loc": torch.tensor([0, last - first], dtype=torch.int32),
     }
@@ -125,9 +127,8 @@ def test_threads_share_a_step_without_a_trace(isa: str, kv_dtype: torch.dtype, r
     starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
     positions = torch.cat([torch.arange(known, known + n) for n, known in zip(lengths, before, strict=True)])
     rows = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    step = {
-        "slots": table[rows, positions // 16].long() * 16 + positions % 16,
-        "block_table": table,
+    step: dict[str, Any] = {
+        "groups": [GroupInputs(table[rows, positions // 16].long() * 16 + positions % 16, table)],
         "seq_lens": torch.tensor(lengths, dtype=torch.int32) + torch.tensor(before, dtype=torch.int32),
         "query_start_loc": starts,
     }

@@ -24,7 +24,7 @@ def make_tables() -> RequestTables:
     token_table = torch.randint(5, 1000, (6, 640), generator=generator, dtype=torch.int32)
     for slot, known in ((4, 30), (0, 60), (3, 40), (5, 600)):
         token_table[slot, known:] = UNKNOWN
-    block_table = torch.randperm(6 * 40, generator=generator).view(6, 40).int()
+    block_table = torch.randperm(2 * 6 * 40, generator=generator).view(2, 6, 40).int()
     return RequestTables(token_table, block_table, last_sampled_tokens=int32(UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, 777, UNKNOWN))
 
 
@@ -35,8 +35,8 @@ def make_rows() -> StepRows:
         query_start_loc=int32(0, 1, 18, 19, 619),
         num_computed_tokens=int32(30, 16, 12, 0),
         num_table_tokens=int32(30, 60, 40, 600),
-        kv_start_loc=int32(0, 31, 31, 44, 44),
-        segment_len=int32(256),
+        kv_start_loc=torch.tensor([[0, 31, 31, 44, 44], [0, 8, 8, 16, 16]], dtype=torch.int32),
+        segment_len=int32(256, 32),
     )
 
 
@@ -44,12 +44,12 @@ def make_outputs(ids_dtype: torch.dtype = torch.int64, *, num_reqs: int = 6, num
     return BatchInputs(
         input_ids=torch.full((num_tokens,), -9, dtype=ids_dtype),
         positions=torch.full((num_tokens,), -9),
-        slot_mapping=torch.full((num_tokens,), -9),
+        slot_mapping=torch.full((2, num_tokens + 3), -9)[:, :num_tokens],
         seq_lens=torch.full((num_reqs,), -9, dtype=torch.int32),
         logits_indices=torch.full((num_reqs,), -9, dtype=ids_dtype),
-        block_table=torch.full((num_reqs, 40), -9, dtype=torch.int32),
-        kv_start_loc=torch.full((num_reqs + 1,), -9, dtype=torch.int32),
-        segment_len=int32(-9),
+        block_table=torch.full((2, num_reqs, 40), -9, dtype=torch.int32),
+        kv_start_loc=torch.full((2, num_reqs + 3), -9, dtype=torch.int32)[:, : num_reqs + 1],
+        segment_len=torch.full((2, 4), -9, dtype=torch.int32)[:, :1],
     )
 
 
@@ -81,17 +81,17 @@ def test_padding_is_harmless() -> None:
         query_start_loc=int32(0, 1, 1, 1),
         num_computed_tokens=int32(30, 0, 0),
         num_table_tokens=int32(30, 60, 60),
-        kv_start_loc=int32(0, 31, 31, 31),
-        segment_len=int32(256),
+        kv_start_loc=torch.tensor([[0, 31, 31, 31], [0, 8, 8, 8]], dtype=torch.int32),
+        segment_len=int32(256, 32),
     )
     batch_inputs(tables, rows, out, block_size=BLOCK_SIZE, max_query_len=1)
     assert (out.input_ids[1:] == 0).all()
     assert (out.positions[1:] == 0).all()
-    assert (out.slot_mapping[1:] == -1).all()
+    assert (out.slot_mapping[:, 1:] == -1).all()
     assert (out.seq_lens[1:] == 0).all()
     assert (out.logits_indices == 0).all()
-    assert out.kv_start_loc.tolist() == [0] + [31] * 700
-    assert out.segment_len.tolist() == [256]
+    assert out.kv_start_loc.tolist() == [[0] + [31] * 700, [0] + [8] * 700]
+    assert out.segment_len.tolist() == [[256], [32]]
 
 
 def test_an_unknown_token_never_reaches_the_model() -> None:

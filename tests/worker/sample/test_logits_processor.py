@@ -176,14 +176,15 @@ def test_what_is_no_processor_is_refused_by_name(make_config: Callable[..., Reso
 
 
 def test_a_gpu_refuses_processors(make_config: Callable[..., ResolvedConfig]) -> None:
-    from aioengine.worker.block_table import BlockTable
+    from aioengine.kv_cache_groups import KVCacheGroup
+    from aioengine.worker.block_table import BlockTables
     from aioengine.worker.device import InterpreterDevice
     from aioengine.worker.pipeline.create import create_pipeline
     from aioengine.worker.request_state import RequestStates
 
     states = RequestStates(max_num_reqs=1, max_model_len=8, vocab_size=9, eos_token_ids=frozenset())
-    table = BlockTable(max_num_reqs=1, max_model_len=8, block_size=4)
+    table = BlockTables([KVCacheGroup((0,))], max_num_reqs=1, max_model_len=8, block_size=4)
     with pytest.raises(ConfigError, match="run on the CPU only"):
         create_pipeline(
-            InterpreterDevice(num_threads=None), make_config(logits_processors=names("Recorder")), states=states, block_table=table
+            InterpreterDevice(num_threads=None), make_config(logits_processors=names("Recorder")), states=states, block_tables=table
         )

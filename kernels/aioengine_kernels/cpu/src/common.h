@@ -145,6 +145,15 @@ struct Layer {
   const float* query_norm;  // or null
   const float* key_norm;
   uint8_t* cache;
+  i64 group;  // which of the step's groups it belongs to
+};
+
+// What the layers of a KV-cache group share in one step. Entries of blocks that lie wholly behind the window are never read.
+struct CacheGroup {
+  const int64_t* slots;
+  const int32_t* block_table;
+  i64 block_table_stride;
+  i64 window;  // a query sees this many positions, its own included; 0: all
 };
 
 // What all layers share in one step.
@@ -154,11 +163,10 @@ struct Step {
   const float* final_norm;
   const float* cos_sin;
   const int64_t* positions;
-  const int64_t* slots;
-  const int32_t* block_table;
   const int32_t* seq_lens;
   const int32_t* query_start_loc;
-  i64 block_table_stride, num_reqs, m, hidden, window;
+  const CacheGroup* groups;
+  i64 num_groups, num_reqs, m, hidden;
   float eps, scale, soft_cap;
   int32_t isa, num_threads, kv_type, block_size, num_heads, num_kv_heads, head_dim;
 };

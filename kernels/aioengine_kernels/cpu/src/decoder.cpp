@@ -18,17 +18,17 @@ i64 rows_of(const Matrix& w) { return w.n + (w.next ? rows_of(*w.next) : 0); }
 struct Rows {
   i64 first, count;
   int num_threads;
-  const int32_t* block_table;  // of its first request
+  i64 first_req;  // of the step: its first request
   std::vector<int32_t> seq_lens;         // of its requests, as far as these rows see
   std::vector<int32_t> query_start_loc;  // within these rows
 };
 
 Rows take_rows(const Step& s, i64 first, i64 last, int num_threads) {
-  Rows rows = {first, last - first, num_threads, nullptr, {}, {0}};
+  Rows rows = {first, last - first, num_threads, -1, {}, {0}};
   for (i64 req = 0; req < s.num_reqs; req++) {
     const i64 begin = s.query_start_loc[req], end = s.query_start_loc[req + 1];
     if (end <= first || begin >= last) continue;
-    if (!rows.block_table) rows.block_table = s.block_table + req * s.block_table_stride;
+    if (rows.first_req < 0) rows.first_req = req;
     const i64 until = std::min(end, last);
     rows.seq_lens.push_back((int32_t)(s.seq_lens[req] - (end - until)));
     rows.query_start_loc.push_back((int32_t)(until - first));
@@ -43,17 +43,23 @@ constexpr i64 kMostRows = 32;  // in a piece: what one operation leaves for the 
 i64 fewest_rows(int num_threads) { return num_threads <= 2 ? 4 : 2 * num_threads; }
 
 // What the step's rows cost up to each of them, in the time of reading one position's keys and values: a row's products, which go
-// about four times as fast a multiplication, and its context. costs[m] is all.
-std::vector<double> sum_costs(const Step& s, const Layer& layer) {
+// about four times as fast a multiplication, and what it sees of its context, on average over the layers. costs[m] is all.
+std::vector<double> sum_costs(const Step& s, const Layer* layers, i64 num_layers) {
+  const Layer& layer = layers[0];
   double products = 0.0;
   for (const Matrix* w : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) products += (double)rows_of(*w) * (double)w->k;
   const double row = products / (4.0 * 2.0 * s.num_heads * s.head_dim);
-  std::vector<double> costs(s.m + 1, 0.0);
+  std::vector<double> costs(s.m + 1, 0.0), shares(s.num_groups, 0.0);  // of a group: its part of the layers
+  for (i64 i = 0; i < num_layers; i++) shares[layers[i].group] += 1.0 / (double)num_layers;
   for (i64 req = 0; req < s.num_reqs; req++) {
     const i64 begin = s.query_start_loc[req], end = s.query_start_loc[req + 1];
     for (i64 i = begin; i < end; i++) {
       const i64 context = s.seq_lens[req] - (end - 1 - i);
-      costs[i + 1] = costs[i] + row + (double)(s.window ? std::min(context, s.window) : context);
+      costs[i + 1] = costs[i] + row;
+      for (i64 g = 0; g < s.num_groups; g++) {
+        const i64 window = s.groups[g].window;
+        costs[i + 1] += shares[g] * (double)(window ? std::min(context, window) : context);
+      }
     }
   }
   return costs;
@@ -66,11 +72,11 @@ i64 find_row(const std::vector<double>& costs, i64 first, double target) {
 }
 
 // One piece for all threads, or pieces of about the same cost, a multiple of the number of threads.
-std::vector<Rows> share_rows(const Step& s, const Layer& layer) {
+std::vector<Rows> share_rows(const Step& s, const Layer* layers, i64 num_layers) {
   const bool all_owned = s.query_start_loc[s.num_reqs] == s.m;  // else rows of no request follow, whose cost is not known
   if (s.m >= fewest_rows(s.num_threads) * s.num_threads && all_owned) {
     const i64 pieces = (s.m + kMostRows * s.num_threads - 1) / (kMostRows * s.num_threads) * s.num_threads;
-    const std::vector<double> costs = sum_costs(s, layer);
+    const std::vector<double> costs = sum_costs(s, layers, num_layers);
     const double share = costs[s.m] / (double)pieces;
     std::vector<Rows> all;
     double largest = 0.0;
@@ -135,18 +141,19 @@ struct Decoder {
     args.cache = cache(layer), args.num_heads = s.num_heads, args.num_threads = rows.num_threads, args.num_tokens = rows.count;
     args.query = qkv, args.key = qkv + query, args.value = qkv + query + key;
     args.query_stride = args.key_stride = args.value_stride = stride;
-    args.cos_sin = s.cos_sin, args.positions = s.positions + rows.first, args.slots = s.slots + rows.first;
+    args.cos_sin = s.cos_sin, args.positions = s.positions + rows.first, args.slots = s.groups[layer.group].slots + rows.first;
     args.query_norm = layer.query_norm, args.key_norm = layer.key_norm, args.norm_eps = s.eps;
     kernels.rope_cache(&args);
   }
 
   void attend(const Layer& layer, const Rows& rows, const float* query, i64 query_stride, float* out, i64 out_stride) const {
+    const CacheGroup& group = s.groups[layer.group];
     AttentionArgs args = {};
     args.cache = cache(layer), args.num_heads = s.num_heads, args.num_threads = rows.num_threads;
     args.query = query, args.query_stride = query_stride, args.out = out, args.out_stride = out_stride;
-    args.block_table = rows.block_table, args.block_table_stride = s.block_table_stride;
+    args.block_table = group.block_table + rows.first_req * group.block_table_stride, args.block_table_stride = group.block_table_stride;
     args.seq_lens = rows.seq_lens.data(), args.query_start_loc = rows.query_start_loc.data(), args.num_reqs = (i64)rows.seq_lens.size();
-    args.window = s.window, args.scale = s.scale, args.soft_cap = s.soft_cap;
+    args.window = group.window, args.scale = s.scale, args.soft_cap = s.soft_cap;
     kernels.attention(&args);
   }
 
@@ -191,7 +198,7 @@ void run(const Layer* layers, i64 num_layers, const Step& s) {
   b.narrow = b.wide + s.m * b.wide_columns, b.added = b.narrow + s.m * b.narrow_columns;
 
   const Decoder decoder = {kernels_of(s.isa), s, b};
-  const std::vector<Rows> pieces = share_rows(s, layers[0]);
+  const std::vector<Rows> pieces = share_rows(s, layers, num_layers);
   for_all(pieces, s.num_threads, [&](i64 piece) {
     decoder.norm(pieces[piece], nullptr, layers[0].input_norm);
     decoder.project(layers[0], pieces[piece]);
