@@ -7,7 +7,7 @@ argument that the model's code hands down to each of its layers.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,14 +39,14 @@ def register() -> None:
 
 
 class PagedStep:
-    """One step of the model: its caches and metadata, and a backend for each way in which its layers attend."""
+    """One step of the model: its caches, and the metadata of each KV-cache group."""
 
-    def __init__(self, backends: LayerBackends, *, kv_caches: list[torch.Tensor], metadata: AttentionBatch) -> None:
+    def __init__(self, backends: CappedBackends, layer_groups: Sequence[int], *, kv_caches: list[torch.Tensor], metadata: Groups) -> None:
         self.head_dim = backends.main.config.head_dim
-        self._kv_caches = kv_caches
         self._backends = backends
+        self._layer_groups = layer_groups
+        self._kv_caches = kv_caches
         self._metadata = metadata
-        self._built: dict[int | None, AttentionBatch] = {backends.main.config.sliding_window: metadata}
 
     def forward(
         self,
@@ -58,32 +58,29 @@ class PagedStep:
         scale: float,
         soft_cap: float | None,
     ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
-        backend = self._backends.find(layer, soft_cap)
-        window = backend.config.sliding_window
-        if window not in self._built:
-            plain = {f.name: getattr(self._metadata, f.name) for f in dataclasses.fields(AttentionBatch)}
-            self._built[window] = backend.build_metadata(AttentionBatch(**plain))
-        return backend.forward(query, key, value, kv_cache=self._kv_caches[layer], metadata=self._built[window], scale=scale)
+        backend, metadata = self._backends.find(soft_cap), self._metadata[self._layer_groups[layer]]
+        return backend.forward(query, key, value, kv_cache=self._kv_caches[layer], metadata=metadata, scale=scale)
 
 
-class LayerBackends:
-    """The backend of a model, and its like for other windows and caps: they hold nothing but their configuration."""
+Groups = tuple[AttentionBatch, ...]
 
-    def __init__(self, main: AttentionBackend, *, windows: tuple[int | None, ...], device: torch.device) -> None:
+
+class CappedBackends:
+    """The backend of a model, and its like for layers that cap their scores: they hold nothing but their configuration."""
+
+    def __init__(self, main: AttentionBackend, *, device: torch.device) -> None:
         self.main = main
-        self._windows = windows
         self._device = device
-        self._made: dict[tuple[int | None, float | None], AttentionBackend] = {}
+        self._made: dict[float | None, AttentionBackend] = {main.config.logits_soft_cap: main}
 
-    def find(self, layer: int, soft_cap: float | None) -> AttentionBackend:
+    def find(self, soft_cap: float | None) -> AttentionBackend:
         """Raises ModelError if the backend has no such attention."""
-        kind = (self._windows[layer], soft_cap)
-        if kind not in self._made:
-            config = dataclasses.replace(self.main.config, sliding_window=kind[0], logits_soft_cap=soft_cap)
+        if soft_cap not in self._made:
+            config = dataclasses.replace(self.main.config, logits_soft_cap=soft_cap)
             if (reason := type(self.main).supports(config, self._device)) is not None:
-                raise ModelError(f"the attention backend {self.main.name} cannot serve layer {layer}: {reason}")
-            self._made[kind] = type(self.main)(config)
-        return self._made[kind]
+                raise ModelError(f"the attention backend {self.main.name} cannot cap scores at {soft_cap}: {reason}")
+            self._made[soft_cap] = type(self.main)(config)
+        return self._made[soft_cap]
 
 
 def attend(

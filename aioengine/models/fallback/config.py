@@ -45,7 +45,6 @@ class TransformersConfig(DecoderConfig):
 
     raw: Mapping[str, Any] = field(default_factory=dict)
     class_name: str = ""  # of the model, in transformers
-    windows: tuple[int | None, ...] = ()  # one a layer
 
 
 def read_transformers_config(raw: Mapping[str, Any]) -> TransformersConfig:
@@ -70,7 +69,7 @@ def read_transformers_config(raw: Mapping[str, Any]) -> TransformersConfig:
             rope=RopeConfig(theta=10000.0),
             raw=raw,
             class_name=name,
-            windows=tuple(_windows(config, num_layers, max_positions)),
+            layer_windows=tuple(_windows(config, num_layers, max_positions)),
         )
     except Exception as error:  # config objects raise errors of their own for what differs between layers
         reason = str(error) if isinstance(error, ModelError) else _one_line(error)

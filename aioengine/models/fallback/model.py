@@ -13,7 +13,7 @@ from aioengine.attention.base import AttentionBackend, AttentionBatch
 from aioengine.checkpoint.stored_tensor import StoredTensor
 from aioengine.models.base import CausalLM
 from aioengine.models.config import DecoderConfig
-from aioengine.models.fallback.attention import STEP, LayerBackends, PagedStep
+from aioengine.models.fallback.attention import STEP, CappedBackends, PagedStep
 from aioengine.models.fallback.config import TransformersConfig, read_transformers_config
 from aioengine.printable import get_logger
 
@@ -39,7 +39,8 @@ class TransformersForCausalLM(CausalLM):
         self.num_layers = config.num_layers
         self._dtype = dtype
         self._device = device
-        self._backends = LayerBackends(attention_backend, windows=config.windows, device=device)
+        self.layer_groups = config.layer_groups
+        self._backends = CappedBackends(attention_backend, device=device)
         self._body: nn.Module | None = None  # embedding, layers and norm
         self._head: PreTrainedModel | None = None  # the causal model whose body is replaced by `_GivenHiddenStates`
 
@@ -70,9 +71,9 @@ class TransformersForCausalLM(CausalLM):
         main = self._backends.main
         # In the model's dtype: a narrower cache is the user's choice and proves nothing of the model.
         exact = type(main)(replace(main.config, kv_cache_dtype=main.config.dtype))
-        self._backends = LayerBackends(exact, windows=self.config.windows, device=self._device)
+        self._backends = CappedBackends(exact, device=self._device)
         difference = proof.compare(self, exact, expected)
-        self._backends = LayerBackends(main, windows=self.config.windows, device=self._device)
+        self._backends = CappedBackends(main, device=self._device)
         logger.warning(
             "%s runs on transformers' own code, which is slower than a family with a class of its own; in a dry run its logits agree with "
             "transformers' eager attention to %.1e of their range",
@@ -91,10 +92,10 @@ class TransformersForCausalLM(CausalLM):
         positions: torch.Tensor,  # [num_tokens] int64
         *,
         kv_caches: list[torch.Tensor],
-        attention_metadata: AttentionBatch,
+        attention_metadata: tuple[AttentionBatch, ...],
     ) -> torch.Tensor:  # [num_tokens, hidden_size]
         assert self._body is not None, "verify() comes first"
-        step = PagedStep(self._backends, kv_caches=kv_caches, metadata=attention_metadata)
+        step = PagedStep(self._backends, self.layer_groups, kv_caches=kv_caches, metadata=attention_metadata)
         output = self._body(input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **{STEP: step})
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden

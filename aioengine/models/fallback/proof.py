@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 
 from aioengine.attention.base import AttentionBackend, AttentionBatch
 from aioengine.errors import ModelError
+from aioengine.kv_cache_groups import group_layers
 from aioengine.models.base import CausalLM
 from aioengine.models.fallback.attention import LISTENING, SERVING, STEP, LayerFacts, Listener, MaskRule
 from aioengine.models.fallback.config import TransformersConfig
@@ -65,7 +67,7 @@ class Proof:
 
     def _check_window(self, layer: int, facts: LayerFacts) -> None:
         """What the layer's code says and masks is what the cache keeps for it."""
-        window, longest = self._config.windows[layer], self._config.max_position_embeddings
+        window, longest = self._config.layer_windows[layer], self._config.max_position_embeddings
         stated = None if facts.window is None or facts.window >= longest else facts.window
         if facts.rule is None and stated != window:
             raise self._refusal(f"layer {layer} attends over a window of {stated} positions, where config.json implies {window}")
@@ -121,6 +123,7 @@ class Proof:
         num_blocks = 1 + sum(len(table) for table in tables)
         caches = [backend.allocate_kv_cache(num_blocks, self._device) for _ in range(model.num_layers)]
         rows: list[list[torch.Tensor]] = [[] for _ in self._prompts]
+        groups = group_layers(self._config.layer_windows)  # all with the same table: each layer has a cache of its own
         for step in _STEPS:
             parts = [(i, *part) for i, part in enumerate(step) if part is not None and part[0] < len(self._prompts[i])]
             parts = [(i, first, min(end, len(self._prompts[i]))) for i, first, end in parts]
@@ -129,7 +132,9 @@ class Proof:
             ids = torch.cat([self._prompts[i][first:end] for i, first, end in parts])
             positions = torch.cat([torch.arange(first, end, device=self._device) for _, first, end in parts])
             batch = _make_batch(parts, tables, block_size=backend.config.block_size, device=self._device)
-            hidden = model.forward(ids, positions, kv_caches=caches, attention_metadata=backend.build_metadata(batch))
+            batches = [replace(batch, sliding_window=group.sliding_window) for group in groups]
+            metadata = tuple(backend.build_metadata(of_group) for of_group in batches)
+            hidden = model.forward(ids, positions, kv_caches=caches, attention_metadata=metadata)
             logits = model.compute_logits(hidden)
             pieces = logits.split([end - first for _, first, end in parts])
             for (i, _, _), piece in zip(parts, pieces, strict=True):
