@@ -26,7 +26,7 @@ class CausalLM(nn.Module):
     num_layers: int
     layer_groups: tuple[int, ...]  # the number of each layer's KV-cache group, as in `kv_cache_groups.group_layers` of its windows
     default_eos_token_id: ClassVar[int | None] = None  # what the family's config class assumes where nothing states one
-    runs_own_threads: ClassVar[bool] = False  # the products do not run on PyTorch's threads
+    runs_own_threads: bool = False  # the products do not run on PyTorch's threads
     supports_graphs: ClassVar[bool] = True  # `forward` reads nothing back from the device: it can be captured
 
     @classmethod

@@ -20,7 +20,9 @@ from aioengine.models.base import CausalLM
 from aioengine.models.checkpoint_tensors import settle_tensors
 from aioengine.models.config import DecoderConfig
 from aioengine.models.decoder import DecoderForCausalLM
+from aioengine.models.fallback.config import TransformersConfig
 from aioengine.models.fallback.model import TransformersForCausalLM
+from aioengine.models.fallback.packed import why_not_packed
 from aioengine.models.native_decoder import announce_dense, build_native, why_not_native
 from aioengine.models.registry import find_model_class
 from aioengine.models.weights import check_sizes
@@ -61,7 +63,8 @@ def load_model(
                 check_sizes(config, tensors)
             if native:
                 announce_dense(tensors)
-                model = build_native(config, attention_backend=attention_backend, fast=weights == "fast")
+                build = TransformersForCausalLM.build_packed if isinstance(config, TransformersConfig) else build_native
+                model = build(config, attention_backend=attention_backend, fast=weights == "fast")
             else:
                 model = family.build(config, attention_backend=attention_backend, dtype=dtype, device=device)
             with _one_torch_thread():
@@ -89,10 +92,13 @@ def _is_native(
     dtype: torch.dtype,
     device: torch.device,
 ) -> bool:
-    """Whether the packed decoder serves the model. Raises ConfigError if it was asked for by name and cannot."""
+    """Whether weights stay packed, on the native kernels. Raises ConfigError if it was asked for by name and cannot."""
     if weights == "dense":
         return False
-    reason = why_not_native(family, config, backend=attention_backend, dtype=dtype, device=device)
+    if isinstance(config, TransformersConfig):
+        reason = why_not_packed(config.raw, dtype=dtype, device=device)
+    else:
+        reason = why_not_native(family, config, backend=attention_backend, dtype=dtype, device=device)
     if reason is None:
         return True
     if not allow_dense:

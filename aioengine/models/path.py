@@ -13,6 +13,7 @@ from aioengine.checkpoint.files import ModelFiles
 from aioengine.config import ResolvedConfig
 from aioengine.models.fallback.config import TransformersConfig
 from aioengine.models.fallback.model import TransformersForCausalLM
+from aioengine.models.fallback.packed import why_not_packed
 from aioengine.models.info import check_config
 from aioengine.models.native_decoder import why_not_native
 from aioengine.models.registry import find_model_class
@@ -30,10 +31,11 @@ def find_path(files: ModelFiles, config: ResolvedConfig) -> ModelPath:
     family, worker, model = find_model_class(architecture), config.worker, config.model
     if issubclass(family, TransformersForCausalLM):
         name = decoder.class_name if isinstance(decoder, TransformersConfig) else architecture
+        packed = worker.weights != "dense" and isinstance(decoder, TransformersConfig) and _is_packed(decoder, config)
         return ModelPath(
             "transformers",
             f"there is no class here for {name}; transformers' own code runs it, over the paged cache, if a dry run at load agrees "
-            "with its eager attention; slower than a family with a class of its own",
+            f"with its eager attention; {'its weights stay packed, ' if packed else ''}slower than a family with a class of its own",
         )
     if worker.weights == "dense":
         return ModelPath("dense", f"{family.__name__} on PyTorch's kernels, as {worker.device} and dtype {worker.dtype} need it")
@@ -52,3 +54,8 @@ def find_path(files: ModelFiles, config: ResolvedConfig) -> ModelPath:
     if reason is not None:
         return ModelPath("dense", f"{family.__name__} on PyTorch's kernels, several times slower on a CPU: {reason}")
     return ModelPath("native", f"{family.__name__} on the native CPU kernels, with weights={worker.weights}")
+
+
+def _is_packed(decoder: TransformersConfig, config: ResolvedConfig) -> bool:
+    dtype, device = getattr(torch, config.worker.dtype), torch.device(config.worker.device)
+    return why_not_packed(decoder.raw, dtype=dtype, device=device) is None

@@ -79,7 +79,7 @@ class CappedBackends:
             config = dataclasses.replace(self.main.config, logits_soft_cap=soft_cap)
             if (reason := type(self.main).supports(config, self._device)) is not None:
                 raise ModelError(f"the attention backend {self.main.name} cannot cap scores at {soft_cap}: {reason}")
-            self._made[soft_cap] = type(self.main)(config)
+            self._made[soft_cap] = self.main.with_config(config)
         return self._made[soft_cap]
 
 

@@ -10,12 +10,15 @@ import torch
 from torch import nn
 
 from aioengine.attention.base import AttentionBackend, AttentionBatch
+from aioengine.attention.cpu_paged import CpuPagedBackend
 from aioengine.checkpoint.stored_tensor import StoredTensor
 from aioengine.models.base import CausalLM
 from aioengine.models.config import DecoderConfig
 from aioengine.models.fallback.attention import STEP, CappedBackends, PagedStep
 from aioengine.models.fallback.config import TransformersConfig, read_transformers_config
+from aioengine.models.fallback.packed import Products
 from aioengine.printable import get_logger
+from aioengine_kernels.cpu import load_kernels
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,9 +35,17 @@ class TransformersForCausalLM(CausalLM):
     supports_graphs: ClassVar[bool] = False  # nobody has checked that transformers' code of a model reads nothing back
 
     def __init__(
-        self, config: TransformersConfig, *, attention_backend: AttentionBackend, dtype: torch.dtype, device: torch.device
+        self,
+        config: TransformersConfig,
+        *,
+        attention_backend: AttentionBackend,
+        dtype: torch.dtype,
+        device: torch.device,
+        products: Products | None = None,  # where some of the weights stay packed
     ) -> None:
         super().__init__()
+        self.runs_own_threads = products is not None
+        self._products = products
         self.config = config
         self.num_layers = config.num_layers
         self._dtype = dtype
@@ -43,6 +54,16 @@ class TransformersForCausalLM(CausalLM):
         self._backends = CappedBackends(attention_backend, device=device)
         self._body: nn.Module | None = None  # embedding, layers and norm
         self._head: PreTrainedModel | None = None  # the causal model whose body is replaced by `_GivenHiddenStates`
+
+    @classmethod
+    def build_packed(cls, config: DecoderConfig, *, attention_backend: AttentionBackend, fast: bool) -> CausalLM:
+        """For a configuration that `packed.why_not_packed` has nothing against. fast: as in `NativeDecoderForCausalLM`."""
+        # Made now: they take over the number of PyTorch's threads.
+        assert isinstance(config, TransformersConfig)
+        kernels = attention_backend.kernels if isinstance(attention_backend, CpuPagedBackend) else load_kernels()
+        products = Products(kernels, fast=fast)
+        cpu = torch.device("cpu")
+        return cls(config, attention_backend=attention_backend, dtype=torch.float32, device=cpu, products=products)
 
     @classmethod
     def read_config(cls, raw: Mapping[str, Any]) -> DecoderConfig:
@@ -56,7 +77,7 @@ class TransformersForCausalLM(CausalLM):
     def load_weights(self, tensors: Iterable[StoredTensor]) -> None:
         from aioengine.models.fallback.weights import load_transformers_model
 
-        self._head = load_transformers_model(self.config, list(tensors), dtype=self._dtype, device=self._device)
+        self._head = load_transformers_model(self.config, list(tensors), dtype=self._dtype, device=self._device, products=self._products)
 
     @torch.inference_mode()
     def verify(self) -> None:
@@ -64,20 +85,25 @@ class TransformersForCausalLM(CausalLM):
 
         whole = self._head
         assert whole is not None, "load_weights() comes first"
-        proof = Proof(whole, self.config, device=self._device)
+        proof, fast = Proof(whole, self.config, device=self._device), False
+        if self._products is not None:  # rounding to 8 bits would make much of small differences
+            fast, self._products.fast = self._products.fast, False
         proof.check_layers()
         expected = proof.reference()
         self._split(whole)
         main = self._backends.main
         # In the model's dtype: a narrower cache is the user's choice and proves nothing of the model.
-        exact = type(main)(replace(main.config, kv_cache_dtype=main.config.dtype))
+        exact = main.with_config(replace(main.config, kv_cache_dtype=main.config.dtype))
         self._backends = CappedBackends(exact, device=self._device)
         difference = proof.compare(self, exact, expected)
+        if self._products is not None:
+            self._products.fast = fast
         self._backends = CappedBackends(main, device=self._device)
         logger.warning(
-            "%s runs on transformers' own code, which is slower than a family with a class of its own; in a dry run its logits agree with "
-            "transformers' eager attention to %.1e of their range",
+            "%s runs on transformers' own code%s, which is slower than a family with a class of its own; in a dry run its logits agree "
+            "with transformers' eager attention to %.1e of their range",
             self.config.class_name,
+            "" if self._products is None else ", its products on the native kernels",
             difference,
         )
 

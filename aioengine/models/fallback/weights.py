@@ -16,6 +16,7 @@ from aioengine.errors import ModelError
 from aioengine.models.checkpoint_tensors import refuse_other_kinds, some
 from aioengine.models.fallback.attention import SERVING, register
 from aioengine.models.fallback.config import TransformersConfig, find_class, make_config
+from aioengine.models.fallback.packed import Packing, Products, find_family
 from aioengine.printable import get_logger
 
 if TYPE_CHECKING:
@@ -44,9 +45,16 @@ class _Unread:
 
 
 def load_transformers_model(
-    config: TransformersConfig, tensors: Sequence[StoredTensor], *, dtype: torch.dtype, device: torch.device
+    config: TransformersConfig,
+    tensors: Sequence[StoredTensor],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    products: Products | None = None,
 ) -> PreTrainedModel:
     """transformers' model with the tensors in their places, whose attention is `SERVING`.
+
+    products: of the layers whose weights stay packed.
 
     Raises ModelError for tensors that are missing, of another shape, or that the model's code has no use for in its layers.
     """
@@ -59,11 +67,13 @@ def load_transformers_model(
     with _quiet():
         _check_size(model_class, config, tensors)
         try:
-            load: Any = model_class.from_pretrained
+            packing = _plan_packing(model_class, config, tensors, products)
+            left = tensors if packing is None else packing.unpacked()
+            load: Any = (model_class if packing is None else packing.class_of(model_class)).from_pretrained
             model, info = load(
                 None,
                 config=model_config,
-                state_dict={stored.name: _Unread(stored) for stored in tensors},
+                state_dict={stored.name: _Unread(stored) for stored in left},
                 dtype=dtype,
                 attn_implementation=SERVING,
                 ignore_mismatched_sizes=True,  # they are refused below, by name
@@ -75,9 +85,24 @@ def load_transformers_model(
             raise ModelError(f"transformers cannot load it: {type(error).__name__}: {' '.join(str(error).split()):.300}") from error
     _check_loaded(info, num_layers=config.num_layers)
     loaded: PreTrainedModel = model
+    if packing is not None:
+        packing.fill()
     loaded.eval()
     nn.Module.to(loaded, device)
     return loaded
+
+
+def _plan_packing(
+    model_class: type[PreTrainedModel], config: TransformersConfig, tensors: Sequence[StoredTensor], products: Products | None
+) -> Packing | None:
+    """Which tensors will be packed is known once a model has been built, without memory for its weights."""
+    family = find_family(config.raw.get("model_type"))
+    if products is None or family is None:
+        return None
+    packing = Packing(family, tensors, products)
+    with torch.device("meta"):
+        packing.class_of(model_class)(make_config(config.raw))
+    return packing
 
 
 @contextlib.contextmanager
