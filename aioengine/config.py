@@ -25,6 +25,7 @@ DeviceType = Literal["cpu", "cuda"]
 SchedulingPolicy = Literal["fcfs", "priority", "sjf"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 Weights = Literal["auto", "dense", "exact", "fast"]
+ExecutorBackend = Literal["uniproc", "multiproc", "ray"]
 KvCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"]
 
 _MAX_GPU_MEMORY_UTILIZATION = 0.97  # the driver, libraries and the allocator's gaps need the rest while serving
@@ -120,6 +121,14 @@ class WorkerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """Where the model runs: in a thread of this process, or in ranks, each a process with a part of it."""
+
+    tensor_parallel_size: int = 1
+    distributed_executor_backend: ExecutorBackend = "uniproc"
+
+
+@dataclass(frozen=True, slots=True)
 class ResolvedConfig:
     """Every setting decided. Each part goes to whom it concerns."""
 
@@ -130,6 +139,7 @@ class ResolvedConfig:
     admission: AdmissionConfig
     seed: int | None
     check_invariants: bool
+    parallel: ParallelConfig = ParallelConfig()
 
     def with_prefix_caching_seed(self, seed: str) -> ResolvedConfig:
         """With that seed of the block hashes where the user gave none: a run can then be repeated with the same hashes."""
@@ -234,7 +244,12 @@ class EngineConfig:
         most=1 << 24,  # each takes memory of the host's too
     )
     kv_cache_memory_bytes: int | None = setting(
-        None, "most memory for the KV cache on CPU", unset="1GiB, or half of what is free if less", least=1, most=INT64_MAX
+        None,
+        "most memory for the KV cache on CPU",
+        unset="1GiB, or half of what is free if less",
+        more="Of all ranks together, with tensor_parallel_size.",
+        least=1,
+        most=INT64_MAX,
     )
     gpu_memory_utilization: float = setting(
         0.9,
@@ -252,7 +267,27 @@ class EngineConfig:
     )
     attention_backend: str = setting("auto", "attention implementation", unset="auto, the first that fits")
     enforce_eager: bool = setting(False, "no CUDA graphs", unset="no")
-    num_threads: int | None = setting(None, "CPU threads of the model", unset="all cores", least=1, most=4096)
+    num_threads: int | None = setting(
+        None,
+        "CPU threads of the model",
+        unset="all cores",
+        more="Of each rank, with tensor_parallel_size: by default the ranks of a machine share its cores.",
+        least=1,
+        most=4096,
+    )
+    tensor_parallel_size: int = setting(
+        1,
+        "ranks that share each layer, each a process with a part of the weights and of the KV cache",
+        more="It must divide the model's attention heads, KV heads and MLP.",
+        least=1,
+        most=1024,
+    )
+    distributed_executor_backend: ExecutorBackend | None = setting(
+        None,
+        "where ranks run: uniproc, a thread of this process; multiproc, processes of this machine; ray, wherever Ray places them",
+        unset="uniproc for one rank, else multiproc",
+        more="ray needs the extra aioengine[ray].",
+    )
     seed: int | None = setting(None, "where requests without a seed of their own get it from", unset="the operating system", most=2**64 - 1)
     check_invariants: bool | None = setting(None, "check the scheduler's books after every call, slow", unset="no, or AIOENGINE_CHECK=1")
     logprobs_mode: LogprobsMode = setting(
@@ -346,7 +381,16 @@ class EngineConfig:
             ),
             seed=self.seed,
             check_invariants=_checks_by_environment() if self.check_invariants is None else self.check_invariants,
+            parallel=self._resolve_parallel(),
         )
+
+    def _resolve_parallel(self) -> ParallelConfig:
+        size, backend = self.tensor_parallel_size, self.distributed_executor_backend
+        if backend == "uniproc" and size > 1:
+            raise ConfigError(
+                f'distributed_executor_backend="uniproc" is one rank, but tensor_parallel_size is {size}: take "multiproc" or "ray"'
+            )
+        return ParallelConfig(size, backend or ("uniproc" if size == 1 else "multiproc"))
 
     def _resolve_worker(self, model: ModelInfo, device: DeviceType, *, device_index: int | None) -> WorkerConfig:
         dtype = self._resolve_dtype(model, device)

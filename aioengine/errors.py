@@ -33,3 +33,7 @@ class StepTimeoutError(AioEngineError, TimeoutError):
 
 class EngineDeadError(AioEngineError):
     """The engine stopped, by `shutdown()` or because a step failed; `__cause__` holds the failure if there was one."""
+
+
+class RankLostError(AioEngineError):
+    """A process that holds a part of the model ended, hangs, or cannot be reached. The engine dies of it."""

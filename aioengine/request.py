@@ -151,10 +151,6 @@ class Request:
     def finish_reason(self) -> FinishReason | None:
         return self.status.finish_reason
 
-    def append_output_token_id(self, token_id: int) -> None:
-        self.all_token_ids.append(token_id)
-        self.num_tokens += 1
-
     def __repr__(self) -> str:
         return (
             f"Request({self.request_id!r}, {self.status.name}, prompt={self.num_prompt_tokens}, output={self.num_output_tokens}, "

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # What each part may import of ours, besides itself. A part is a module or package right under `aioengine`, one of the
 # other packages by its short name, or the one module named here that others may know while its package is above them.
 BASE = {"errors", "printable", "checks", "config", "sampling_params", "outputs", "request", "kv_cache_groups"}
-MODEL_SIDE = BASE | {"core", "kernels", "attention", "layers"}
+MODEL_SIDE = BASE | {"core", "kernels", "attention", "layers", "distributed"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "printable": set(),
@@ -26,8 +26,9 @@ ALLOWED: dict[str, set[str]] = {
     "core": BASE,
     "events": BASE | {"core", "package"},
     "kernels": set(),
+    "distributed": {"errors"},
     "attention": BASE | {"core", "kernels", "layers"},
-    "layers": BASE | {"core", "kernels", "attention"},
+    "layers": BASE | {"core", "kernels", "attention", "distributed"},
     "checkpoint": BASE,
     "models": MODEL_SIDE | {"checkpoint"},
     "executor.base": BASE | {"core"},  # the contract, which the worker's side knows too

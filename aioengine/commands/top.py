@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from aioengine.commands.hindsight import RecordingHindsight
 from aioengine.commands.on_screen import is_screen, run_on_screen
 from aioengine.commands.runtime import interrupts_leave_at_once, run, status
 from aioengine.commands.termination import EXIT_TERMINATED, signals_handled_by
@@ -31,6 +32,7 @@ from aioengine.events.sources.open import open_source
 from aioengine.printable import printable_json
 from aioengine_tui.model.state import DashboardState
 from aioengine_tui.model.state_json import state_to_json
+from aioengine_tui.model.why.hindsight import Verification, verification_words
 from aioengine_tui.plain import render_plain
 from aioengine_tui.terminals import as_ascii
 
@@ -58,6 +60,7 @@ class TopSettings:
     ascii_only: bool
     token: str | None
     demo_config: EngineConfig
+    verify: bool = False  # run a recording again at once
 
 
 def top(settings: TopSettings) -> None:
@@ -98,7 +101,16 @@ def _show(address: str, settings: TopSettings) -> None:
     # A hundred events a second are thousands of new objects and no cycles: looking for cycles often costs a sixth of it all.
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
-    _run_to_its_end(DashboardApp(source, theme=settings.theme, refresh=settings.refresh, ascii_only=settings.ascii_only))
+    _run_to_its_end(
+        DashboardApp(
+            source,
+            theme=settings.theme,
+            refresh=settings.refresh,
+            ascii_only=settings.ascii_only,
+            hindsight=RecordingHindsight(address) if source.playback is not None else None,
+            verify=settings.verify,
+        )
+    )
 
 
 def _tour(settings: TopSettings) -> None:
@@ -152,12 +164,21 @@ async def _print_states(address: str, settings: TopSettings) -> None:
                 if source.playback is None:
                     state.tick(source.now())
                 _print_state(state, as_json=settings.as_json, ascii_only=settings.ascii_only)
+                if settings.verify and source.playback is not None and not settings.as_json:
+                    print(verification_words(await _verify(address)), flush=True)
                 if settings.once or source.playback is not None or taking.done():
                     break
                 await asyncio.wait([taking], timeout=_PLAIN_INTERVAL_S)
         finally:
             taking.cancel()
             await asyncio.gather(taking, return_exceptions=True)
+
+
+async def _verify(address: str) -> Verification:
+    try:
+        return await RecordingHindsight(address).verify()
+    except AioEngineError as exc:
+        return Verification("refused", words=str(exc))
 
 
 async def _fold_items(source: StepSource, state: DashboardState) -> None:

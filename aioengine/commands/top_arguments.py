@@ -23,6 +23,7 @@ examples:
   aioengine top                                        your engine; if there are several, a list of them
   aioengine top /tmp/a.sock /tmp/b.sock                the engines at these addresses as a list
   aioengine top steps.jsonl                            replay what --record wrote
+  aioengine top steps.jsonl --verify                   and run it again: does every frame come out the same?
   aioengine top steps.jsonl --report out.html --trace out.json
   aioengine top before.jsonl after.jsonl --compare     two recordings side by side
   aioengine top /tmp/e.sock --once --json              one state, for scripts
@@ -41,6 +42,7 @@ examples:
     parser.add_argument("--trace", metavar="FILE", help="write a recording as a Chrome trace, for ui.perfetto.dev (.gz: compressed)")
     parser.add_argument("--report", metavar="FILE", help="write a recording as one HTML page that needs nothing else")
     parser.add_argument("--compare", action="store_true", help="two recordings side by side, with their differences")
+    parser.add_argument("--verify", action="store_true", help="run a recording again, and say whether every frame came out the same")
     parser.add_argument("--web", action="store_true", help="serve the dashboard as a web page (needs aioengine[web])")
     parser.add_argument("--host", metavar="NAME", default="localhost", help="where --web listens (default: localhost, this machine alone)")
     parser.add_argument("--port", metavar="N", type=int, default=8000, help="port of --web (default: 8000)")
@@ -67,6 +69,8 @@ def _top(args: argparse.Namespace, start_time: float) -> None:
         return
     if args.web and (args.once or args.json):
         args.parser.error("argument --web: not allowed with --once and --json")
+    if args.verify and (args.demo or args.tour or args.web or args.json or len(args.addresses) != 1):
+        args.parser.error("argument --verify: needs one recording, and is not allowed with --web and --json")
     if not 0.5 <= args.refresh <= 10:
         args.parser.error(f"argument --refresh: must be from 0.5 to 10, got {args.refresh:g}")
     for name, value in options.DEMO_SETTINGS.items():
@@ -91,6 +95,7 @@ def _top(args: argparse.Namespace, start_time: float) -> None:
             ascii_only=draws_ascii(asked=args.ascii),
             token=options.events_token(args.events_token),
             demo_config=config,
+            verify=args.verify,
         )
     )
 
@@ -98,7 +103,7 @@ def _top(args: argparse.Namespace, start_time: float) -> None:
 def _top_runs(args: argparse.Namespace) -> None:
     """What is made of whole recordings."""
     name = "--compare" if args.compare else "--trace" if args.trace is not None else "--report"
-    for other in ("demo", "tour", "web", *(("trace", "report", "once") if args.compare else ("once", "json"))):
+    for other in ("demo", "tour", "web", *"verify", *(("trace", "report", "once") if args.compare else ("once", "json"))):
         if getattr(args, other):
             args.parser.error(f"argument {name}: not allowed with --{other}")
     count = 2 if args.compare else 1

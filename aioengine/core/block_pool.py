@@ -214,9 +214,13 @@ class BlockPool:
             freed_after=self._freed_after,
             freed_to_front=self._freed_to_front,
         )
+        self.drop_changes()
+        return changes
+
+    def drop_changes(self) -> None:
+        """Nobody asks what happened since the last call. Costs nothing, where `take_changes` writes out hashes."""
         self._allocated, self._freed, self._evicted, self._registered = [], [], [], []
         self._freed_after, self._freed_to_front = [], []
-        return changes
 
     def short_hash(self, block_id: int) -> str:
         """The first hex digits of what a block caches, for people to tell contents apart; "" for a block that caches nothing."""

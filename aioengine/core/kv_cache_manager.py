@@ -160,6 +160,10 @@ class KVCacheManager:
             for req_id, (request, num_told) in hashed.items()
         }
 
+    def drop_new_hashes(self) -> None:
+        """Nobody asks for them."""
+        self._hashed = {}
+
     def extend_hashes(self, hashes: list[BlockHash], token_ids: Sequence[int], num_blocks: int, *, cache_salt: str | None) -> None:
         """Append the hashes of the next blocks of `token_ids` until there are `num_blocks`. Takes about 2 us a block."""
         while len(hashes) < num_blocks:

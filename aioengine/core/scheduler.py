@@ -18,7 +18,7 @@ from aioengine.core.request_queue import RequestQueue
 from aioengine.core.schedule_pass import SchedulePass
 from aioengine.core.scheduler_output import AdmissionStop, BlockChanges, SchedulerOutput, SchedulerStats
 from aioengine.core.scheduler_totals import SchedulerTotals
-from aioengine.core.stop import check_stop, may_stop, set_end_conditions
+from aioengine.core.stop import check_stop, set_end_conditions
 from aioengine.errors import InvalidRequestError
 from aioengine.outputs import EngineCoreOutput, ModelRunnerOutput
 from aioengine.request import Request, RequestStatus
@@ -301,9 +301,13 @@ class Scheduler:
     def _append_tokens(self, request: Request, token_ids: list[int]) -> list[int]:
         """Append the tokens of one step until one stops the request; returns those that were appended."""
         request.num_output_placeholders -= 1
+        all_token_ids, end_token_ids = request.all_token_ids, request.end_token_ids
         for num_accepted, token_id in enumerate(token_ids, 1):
-            request.append_output_token_id(token_id)
-            if may_stop(request, token_id) and self._ends(request):
+            all_token_ids.append(token_id)
+            request.num_tokens += 1
+            # A token that ends nothing costs these three comparisons and no call.
+            may_end = request.num_tokens >= request.max_num_tokens or token_id in end_token_ids or request.tail_repeats is not None
+            if may_end and self._ends(request):
                 return token_ids[:num_accepted]
         return token_ids
 
@@ -356,6 +360,11 @@ class Scheduler:
             num_blocks_needed=self._num_blocks_needed,
             block_hashes=self.kv_cache_manager.take_new_hashes(),
         )
+
+    def drop_report(self) -> None:
+        """In place of `take_report()` where nobody reads it: it must not pile up, and need not be worked out."""
+        self.kv_cache_manager.block_pool.drop_changes()
+        self.kv_cache_manager.drop_new_hashes()
 
     def make_stats(self) -> SchedulerStats:
         pool, prefix_cache, totals = self.kv_cache_manager.block_pool, self.kv_cache_manager.prefix_cache_stats, self.totals

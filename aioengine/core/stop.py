@@ -17,16 +17,12 @@ def set_end_conditions(request: Request, *, max_model_len: int, eos_token_ids: f
     request.tail_repeats = RepetitionDetector(repetition).push if repetition is not None and repetition.max_pattern_size else None
 
 
-def may_stop(request: Request, token_id: int) -> bool:
-    """False: `token_id`, the newest token of `request`, does not end it. True: ask `check_stop`."""
-    return request.num_tokens >= request.max_num_tokens or token_id in request.end_token_ids or request.tail_repeats is not None
-
-
 def check_stop(request: Request, *, eos_token_ids: frozenset[int]) -> bool:
     """Whether the newest token of `request` ends it; if so its status and stop_reason are set.
 
-    To be called once for each token for which `may_stop` says so. As in vLLM an end token goes before the length, and that
-    before repetition. Stop strings are not looked at here: they need text, and the output processor finds them.
+    To be called once for each token that can end it: the last of its length, an end token, any token where repetition can. As in
+    vLLM an end token goes before the length, and that before repetition. Stop strings are not looked at here: they need text, and
+    the output processor finds them.
     """
     params = request.sampling_params
     last_token_id = request.all_token_ids[-1]

@@ -30,14 +30,14 @@ async def find_run_facts(setup: EngineSetup, *, with_digest: bool) -> RunFacts:
     """Of an engine whose weights are loaded. with_digest: also hash the model's files, about a second a gigabyte, in a thread."""
     if setup.files is None:
         return RunFacts()
-    (is_native,) = await asyncio.wrap_future(setup.executor.collective_rpc("runs_native_kernels"))
+    is_native, *_ = await asyncio.wrap_future(setup.executor.collective_rpc("runs_native_kernels"))
     worker = setup.config.worker
     return RunFacts(
         model_sha256=await asyncio.to_thread(hash_files, setup.files.weights) if with_digest else None,
         weights=worker.weights if is_native or worker.device != "cpu" else "dense",
         isa=_isa() if is_native else None,
         torch=_version("torch"),
-        num_threads=worker.num_threads or _num_cores(),
+        num_threads=worker.num_threads or max(_num_cores() // setup.config.parallel.tensor_parallel_size, 1),
     )
 
 

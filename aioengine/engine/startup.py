@@ -131,13 +131,17 @@ def _find_model(config: EngineConfig, *, needs_tokenizer: bool) -> tuple[ModelFi
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from aioengine.checkpoint.tokenizer import load_tokenizer
     from aioengine.checkpoint.tokenizer_files import has_tokenizer
-    from aioengine.models.info import read_model_info, resolve_model
+    from aioengine.models.info import check_config, read_model_info, resolve_model
+    from aioengine.models.tensor_parallel import check_divides
 
     files = resolve_model(config.model)
     folder = files.folder
     if config.tokenizer is not None:
         local = Path(config.tokenizer)
         folder = local if local.is_dir() else resolve_model(config.tokenizer).folder
+
+    if config.tensor_parallel_size > 1:  # what does not divide is said before anything is started
+        check_divides(check_config(files.folder)[1], config.tensor_parallel_size, name=files.name)
 
     import torch
 
@@ -146,9 +150,9 @@ def _find_model(config: EngineConfig, *, needs_tokenizer: bool) -> tuple[ModelFi
 
 
 def _make_executor(config: ResolvedConfig, files: ModelFiles) -> Executor:
-    from aioengine.executor.uniproc import UniProcExecutor
+    from aioengine.executor.create import create_executor
 
-    return UniProcExecutor(config, files=files)
+    return create_executor(config, files)
 
 
 def free_memory_bytes() -> int:

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from aioengine.distributed.group import SINGLE_RANK, Group
+
 
 class Linear(nn.Module):
     """y = x W^T + b, with W made of one part for each of `out_sizes`, stacked along the rows.
@@ -36,3 +38,18 @@ class Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] -> [..., out_features]."""
         return F.linear(x, self.weight, self.bias)
+
+
+class RowParallelLinear(Linear):
+    """The product that ends attention or an MLP. Of several ranks each holds some columns of W, and x holds only those: the
+    products are summed over the ranks. (Megatron-LM calls it row-parallel, as its W is the transpose: arXiv:1909.08053.)
+
+    The bias is in the sum, so one rank has it, and the others zeros.
+    """
+
+    group: Group = SINGLE_RANK
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in_features] -> [..., out_features]."""
+        product = F.linear(x, self.weight, self.bias)
+        return product if self.group.size == 1 else self.group.all_reduce(product)

@@ -11,6 +11,8 @@ from torch import nn
 
 from aioengine.attention.base import AttentionBackend, AttentionBatch
 from aioengine.checkpoint.stored_tensor import StoredTensor
+from aioengine.distributed.group import Group
+from aioengine.errors import ConfigError
 from aioengine.models.config import DecoderConfig
 
 
@@ -38,6 +40,14 @@ class CausalLM(nn.Module):
     @abstractmethod
     def build(cls, config: DecoderConfig, *, attention_backend: AttentionBackend, dtype: torch.dtype, device: torch.device) -> CausalLM:
         """The model with uninitialised weights."""
+
+    def join(self, group: Group) -> None:
+        """Run as one of these ranks: the model was built for a rank's config and gets a rank's tensors (`models.tensor_parallel`).
+
+        Raises ConfigError if the family cannot.
+        """
+        if group.size > 1:
+            raise ConfigError(f"{type(self).__name__} runs in one piece: tensor_parallel_size must be 1, got {group.size}")
 
     @abstractmethod
     def load_weights(self, tensors: Iterable[StoredTensor]) -> None:

@@ -14,11 +14,12 @@ from torch import nn
 
 from aioengine.attention.base import AttentionBackend, AttentionBatch, RotationInputs
 from aioengine.checkpoint.stored_tensor import StoredTensor
+from aioengine.distributed.group import Group
 from aioengine.errors import ModelError
 from aioengine.layers.activation import find_activation, gated_op
 from aioengine.layers.attention import Attention
 from aioengine.layers.embedding import TokenEmbedding
-from aioengine.layers.linear import Linear
+from aioengine.layers.linear import Linear, RowParallelLinear
 from aioengine.layers.norm import RMSNorm
 from aioengine.layers.rope import PositionsInTable, RotaryEmbedding, Rotation
 from aioengine.models.base import CausalLM
@@ -35,7 +36,7 @@ class SelfAttention(nn.Module):
         self.qkv_proj = Linear(
             config.hidden_size, (heads * dim, kv_heads * dim, kv_heads * dim), bias=config.qkv_bias, dtype=dtype, device=device
         )
-        self.o_proj = Linear(heads * dim, (config.hidden_size,), bias=config.output_bias, dtype=dtype, device=device)
+        self.o_proj = RowParallelLinear(heads * dim, (config.hidden_size,), bias=config.output_bias, dtype=dtype, device=device)
         self.q_norm = RMSNorm(dim, eps=config.rms_norm_eps, dtype=dtype, device=device) if config.qk_norm else None
         self.k_norm = RMSNorm(dim, eps=config.rms_norm_eps, dtype=dtype, device=device) if config.qk_norm else None
         self.attn = Attention(backend, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim)
@@ -72,7 +73,7 @@ class GatedMLP(nn.Module):
         self.gated = gated_op(activation, device)
         hidden, size = config.hidden_size, config.intermediate_size
         self.gate_up_proj = Linear(hidden, (size, size), bias=config.mlp_bias, dtype=dtype, device=device)
-        self.down_proj = Linear(size, (hidden,), bias=config.mlp_bias, dtype=dtype, device=device)
+        self.down_proj = RowParallelLinear(size, (hidden,), bias=config.mlp_bias, dtype=dtype, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [n, hidden] -> [n, hidden]."""
@@ -157,6 +158,11 @@ class DecoderForCausalLM(CausalLM):
     @classmethod
     def build(cls, config: DecoderConfig, *, attention_backend: AttentionBackend, dtype: torch.dtype, device: torch.device) -> CausalLM:
         return cls(config, attention_backend=attention_backend, dtype=dtype, device=device)
+
+    def join(self, group: Group) -> None:
+        for module in self.modules():
+            if isinstance(module, RowParallelLinear):
+                module.group = group
 
     def load_weights(self, tensors: Iterable[StoredTensor]) -> None:
         assigner = WeightAssigner(self, self.packed_modules_mapping)

@@ -15,6 +15,7 @@ from aioengine.checkpoint.json_file import read_json
 from aioengine.checkpoint.safetensors import open_all_safetensors
 from aioengine.checkpoint.stored_tensor import StoredTensor
 from aioengine.config import ModelInfo
+from aioengine.distributed.group import SINGLE_RANK, Group
 from aioengine.errors import ConfigError, ModelError
 from aioengine.models.base import CausalLM
 from aioengine.models.checkpoint_tensors import settle_tensors
@@ -25,6 +26,7 @@ from aioengine.models.fallback.model import TransformersForCausalLM
 from aioengine.models.fallback.packed import why_not_packed
 from aioengine.models.native_decoder import announce_dense, build_native, why_not_native
 from aioengine.models.registry import find_model_class
+from aioengine.models.tensor_parallel import check_divides, rank_config, rank_tensors
 from aioengine.models.weights import check_sizes
 from aioengine.printable import get_logger
 
@@ -40,8 +42,9 @@ def load_model(
     attention_backend: AttentionBackend,
     weights: Literal["dense", "exact", "fast"] = "dense",
     allow_dense: bool = False,
+    group: Group = SINGLE_RANK,
 ) -> CausalLM:
-    """Build the model and read its weights, cast to `dtype`, onto `device`.
+    """Build the model, or this rank's part of it, and read its weights, cast to `dtype`, onto `device`.
 
     weights: "dense" is the family's own class on PyTorch's kernels; the others as in `EngineConfig`.
     allow_dense: take "dense", with a warning, where `weights` is not possible.
@@ -61,12 +64,21 @@ def load_model(
             if issubclass(family, DecoderForCausalLM):
                 config, tensors = settle_tensors(config, tensors)
                 check_sizes(config, tensors)
-            if native:
+            if native and group.rank == 0:
                 announce_dense(tensors)
+            if group.size > 1:
+                if isinstance(config, TransformersConfig):
+                    raise ConfigError(
+                        f"{files.name} runs on transformers' own code, in one piece: tensor_parallel_size must be 1, got {group.size}"
+                    )
+                check_divides(config, group.size, name=files.name)
+                config, tensors = rank_config(config, group), rank_tensors(tensors, group)
+            if native:
                 build = TransformersForCausalLM.build_packed if isinstance(config, TransformersConfig) else build_native
                 model = build(config, attention_backend=attention_backend, fast=weights == "fast")
             else:
                 model = family.build(config, attention_backend=attention_backend, dtype=dtype, device=device)
+            model.join(group)
             with _one_torch_thread():
                 model.load_weights(tensors)
         model.verify()

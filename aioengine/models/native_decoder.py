@@ -17,11 +17,13 @@ from aioengine.attention.cpu_paged import CpuPagedBackend
 from aioengine.checkpoint.dequantize import plain_dtype
 from aioengine.checkpoint.gguf import GGUFTensor
 from aioengine.checkpoint.stored_tensor import StoredTensor
+from aioengine.distributed.group import SINGLE_RANK, Group
 from aioengine.errors import ModelError
 from aioengine.layers.rope import RotaryEmbedding
 from aioengine.models.base import CausalLM
 from aioengine.models.config import DecoderConfig
 from aioengine.models.decoder import DecoderForCausalLM
+from aioengine.models.tensor_parallel import SomeColumns
 from aioengine.printable import get_logger
 
 if TYPE_CHECKING:
@@ -89,6 +91,7 @@ class NativeDecoderForCausalLM(CausalLM):
         self.num_layers = config.num_layers
         self.layer_groups = config.layer_groups
         self.fast = fast
+        self._group: Group = SINGLE_RANK
         self._backend = attention_backend
         self._kernels = attention_backend.kernels  # made now: they take over the number of PyTorch's threads
         self._cos_sin = RotaryEmbedding(
@@ -109,6 +112,9 @@ class NativeDecoderForCausalLM(CausalLM):
     def build(cls, config: DecoderConfig, *, attention_backend: AttentionBackend, dtype: torch.dtype, device: torch.device) -> CausalLM:
         """In exact mode."""
         return build_native(config, attention_backend=attention_backend, fast=False)
+
+    def join(self, group: Group) -> None:
+        self._group = group
 
     def load_weights(self, tensors: Iterable[StoredTensor]) -> None:
         source = _Checkpoint(tensors, tied=self.config.tie_word_embeddings)
@@ -191,7 +197,11 @@ class NativeDecoderForCausalLM(CausalLM):
             kv_caches=kv_caches,
             layer_groups=self.layer_groups,
             fast=self.fast,
+            all_reduce=None if self._group.size == 1 else self._sum,
         )
+
+    def _sum(self, x: torch.Tensor) -> None:
+        self._group.all_reduce(x)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         assert self._head is not None, "load_weights() comes first"
@@ -261,6 +271,9 @@ def pack_alike(parts: Sequence[StoredTensor]) -> PackedMatrix:
     """The rows of tensors that all have the same `packable_kind`."""
     from aioengine_kernels.cpu.packing import pack
 
+    first_part = parts[0]
+    if isinstance(first_part, SomeColumns):  # it comes alone: what is stacked is cut by rows
+        return _pack_columns(first_part)
     kind, columns = packable_kind(parts[0]), parts[0].shape[1]
     if kind is not None:
         return pack(kind, columns, [rows.data for part in parts if (rows := part.read_packed()) is not None])
@@ -269,6 +282,19 @@ def pack_alike(parts: Sequence[StoredTensor]) -> PackedMatrix:
     for part in parts:
         part.read_into(dense[first : first + part.shape[0]])
         first += part.shape[0]
+    return _pack_lossless(dense)
+
+
+def _pack_columns(part: SomeColumns) -> PackedMatrix:
+    """Cut from the packed matrix, whose blocks are shorter than those of most files; as plain numbers if that cuts a block."""
+    from aioengine_kernels.cpu.packing import can_cut, cut_columns
+
+    whole = _pack_alike([part.whole])
+    if can_cut(whole, part.first, part.shape[1]):
+        return cut_columns(whole, part.first, part.shape[1])
+    logger.warning("%s is cut inside its blocks: the rank's %d columns of it are kept as plain numbers", part.name, part.shape[1])
+    dense = torch.empty(part.shape)
+    part.read_into(dense)
     return _pack_lossless(dense)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from aioengine.core.block_hash import short_hash
 from aioengine.core.scheduler import Scheduler
 from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.errors import InvalidRequestError
@@ -49,6 +50,15 @@ class _Different(Exception):
         self.difference = difference
 
 
+@dataclass(slots=True)
+class _Told:
+    """How many block hashes of a live request have been told."""
+
+    request: Request
+    num_recorded: int = 0
+    num_now: int = 0
+
+
 class FrameReplay:
     """One scheduler, driven by the events of one recording."""
 
@@ -68,6 +78,7 @@ class FrameReplay:
         self._in_flight: dict[int, SchedulerOutput] = {}
         self._event: StepEvent | StepResultEvent | None = None
         self._num_rejected_reqs = 0
+        self._told: dict[str, _Told] = {}  # where there is text
 
     def take(self, event: StepEvent | StepResultEvent) -> Difference | None:
         """Repeat the calls that an event tells of, and compare what they give with it. Not to be called after a difference."""
@@ -125,7 +136,36 @@ class FrameReplay:
         self._compare("stats", event.stats, self.scheduler.make_stats())
         self._compare("queue_depth", event.queue_depth, len(self._in_flight))
         if self._has_text:
-            self._compare("block_hashes", event.block_hashes, block_hashes)
+            self._compare_hashes(event, block_hashes)
+
+    def _compare_hashes(self, event: StepEvent | StepResultEvent, now: dict[str, list[str]]) -> None:
+        """Of what has been told so far of each request.
+
+        Not event by event: a call of `schedule()` that found nothing to do is in no recording, but may have looked up the prefix of a
+        waiting request, and so have come to its hashes an event earlier than here.
+        """
+        for req_id, hashes in now.items():
+            if req_id in self._told:
+                self._told[req_id].num_now += len(hashes)
+        for req_id, recorded in event.block_hashes.items():
+            told = self._told.get(req_id)
+            self._compare(f"block_hashes[{req_id!r}]", recorded, None if told is None else self._next_hashes(told, len(recorded)))
+        for req_id in now:
+            told = self._told.get(req_id)
+            if told is not None and told.num_now > told.num_recorded:
+                raise _Different(Difference(event.step_id, _kind(event), f"block_hashes[{req_id!r}]", told.num_recorded, told.num_now))
+        for info in event.finished:
+            self._told.pop(info.request_id, None)
+
+    def _next_hashes(self, told: _Told, count: int) -> list[str]:
+        request, kv, start = told.request, self.scheduler.kv_cache_manager, told.num_recorded
+        told.num_recorded = end = start + count
+        hashes = request.block_hashes
+        if len(hashes) < end:
+            hashes = list(hashes)
+            end = min(end, request.num_tokens // kv.block_size)
+            kv.extend_hashes(hashes, request.all_token_ids, end, cache_salt=request.cache_salt)
+        return [short_hash(block_hash) for block_hash in hashes[start:end]]
 
     def _compare(self, field: str, recorded: object, now: object) -> None:
         assert self._event is not None
@@ -168,7 +208,9 @@ class FrameReplay:
             self.scheduler.add_request(request)
         except InvalidRequestError as exc:
             raise _Different(Difference(event.step_id, _kind(event), "added", info.request_id, str(exc))) from exc
-        if not self._has_text:
+        if self._has_text:
+            self._told[request.request_id] = _Told(request)
+        else:
             expect_hidden_repetition(request)
 
     def _finish(self, info: FinishedInfo) -> None:

@@ -10,6 +10,7 @@ from aioengine.attention.base import AttentionBackend, AttentionConfig
 from aioengine.attention.registry import select_attention_backend
 from aioengine.config import GIB, ResolvedConfig
 from aioengine.core.scheduler_output import SchedulerOutput
+from aioengine.distributed.group import SINGLE_RANK, Group
 from aioengine.errors import ConfigError
 from aioengine.kv_cache_groups import num_layer_caches
 from aioengine.outputs import ModelRunnerOutput
@@ -17,6 +18,7 @@ from aioengine.printable import get_logger
 from aioengine.worker.device import create_device, limit_torch_threads
 from aioengine.worker.model_runner import ModelRunner
 from aioengine.worker.pipeline.async_output import AsyncOutput
+from aioengine.worker.rank_config import config_of_rank
 from aioengine.worker.sample.logits_processor import find_logits_processors
 
 if TYPE_CHECKING:
@@ -35,8 +37,10 @@ class Worker:
     `initialize_kv_cache`, and `execute_model` and `sample_tokens` in turns. Only `shutdown` may come from elsewhere,
     when that thread has ended."""
 
-    def __init__(self, config: ResolvedConfig, *, files: ModelFiles) -> None:
-        self.config = config
+    def __init__(self, config: ResolvedConfig, *, files: ModelFiles, group: Group = SINGLE_RANK) -> None:
+        """group: the ranks that share the model; `config` is that of all of them."""
+        self.group = group
+        config = self.config = config_of_rank(config, group)
         self._files = files
         self.device = create_device(config.worker)
         self.device.set_up_thread()
@@ -70,6 +74,7 @@ class Worker:
             attention_backend=self._backend,
             weights=self.config.worker.weights,
             allow_dense=self.config.worker.allow_dense,
+            group=self.group,
         )
         if self._model.runs_own_threads:
             # What is left to PyTorch is small, and its threads would fight the model's for the cores.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from aioengine_bench.timeline import RequestRecord
@@ -135,36 +136,83 @@ def summarize(
     """
     done = [record for record in records if record.outcome == "completed"]
     duration = run_duration(records) if duration is None else duration
-    num_input, num_output = sum(record.prompt_len for record in done), sum(record.output_len for record in done)
+    totals = Totals(
+        completed=len(done),
+        failed=sum(record.outcome == "failed" for record in records),
+        aborted=sum(record.outcome == "aborted" for record in records),
+        good=sum(meets(record, slo_ms) for record in done) if slo_ms else None,
+        input_tokens=sum(record.prompt_len for record in done),
+        output_tokens=sum(record.output_len for record in done),
+        cached_tokens=sum(record.num_cached_tokens for record in done),
+    )
+    result = total_figures(
+        totals,
+        duration,
+        failure_reasons=count_reasons(records),
+        client_queue_time_ms=percentile([record.client_queue_time * 1000 for record in done], 50),
+        max_tokens_per_s=peak_tokens_per_s(done, duration),
+        max_requests=peak_concurrency(records),
+    )
+    for metric in metrics:
+        result |= metric_figures(metric, [value * 1000 for value in metric_values(done, metric)], percentiles)
+    return result
+
+
+@dataclass(slots=True)
+class Totals:
+    """Of a run. good: those within the limits; None: there are no limits. Tokens are those of completed requests."""
+
+    completed: int = 0
+    failed: int = 0
+    aborted: int = 0
+    good: int | None = None
+    input_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+
+
+def total_figures(
+    totals: Totals,
+    duration: float,
+    *,
+    failure_reasons: Mapping[str, int],
+    client_queue_time_ms: float | None,
+    max_tokens_per_s: float,
+    max_requests: int,
+) -> dict[str, Any]:
+    """The figures of a run but for its latencies."""
 
     def rate(amount: float) -> float | None:
         return amount / duration if duration > 0 else None
 
-    result: dict[str, Any] = {
+    return {
         "duration": duration,
-        "completed": len(done),
-        "failed": sum(record.outcome == "failed" for record in records),
-        "aborted": sum(record.outcome == "aborted" for record in records),
-        "failure_reasons": count_reasons(records),
-        "median_client_queue_time_ms": percentile([record.client_queue_time * 1000 for record in done], 50),
-        "total_input_tokens": num_input,
-        "total_output_tokens": num_output,
-        "total_cached_tokens": sum(record.num_cached_tokens for record in done),
-        "request_throughput": rate(len(done)),
-        "request_goodput": rate(sum(meets(record, slo_ms) for record in done)) if slo_ms else None,
-        "output_throughput": rate(num_output),
-        "total_token_throughput": rate(num_input + num_output),
-        "max_output_tokens_per_s": peak_tokens_per_s(done, duration),
-        "max_concurrent_requests": peak_concurrency(records),
+        "completed": totals.completed,
+        "failed": totals.failed,
+        "aborted": totals.aborted,
+        "failure_reasons": dict(failure_reasons),
+        "median_client_queue_time_ms": client_queue_time_ms,
+        "total_input_tokens": totals.input_tokens,
+        "total_output_tokens": totals.output_tokens,
+        "total_cached_tokens": totals.cached_tokens,
+        "request_throughput": rate(totals.completed),
+        "request_goodput": None if totals.good is None else rate(totals.good),
+        "output_throughput": rate(totals.output_tokens),
+        "total_token_throughput": rate(totals.input_tokens + totals.output_tokens),
+        "max_output_tokens_per_s": max_tokens_per_s,
+        "max_concurrent_requests": max_requests,
     }
-    for metric in metrics:
-        values = [value * 1000 for value in metric_values(done, metric)]
-        result[f"mean_{metric}_ms"] = mean(values)
-        result[f"median_{metric}_ms"] = percentile(values, 50)
-        result[f"std_{metric}_ms"] = standard_deviation(values)
-        for percent in percentiles:
-            result[f"{percentile_name(percent)}_{metric}_ms"] = percentile(values, percent)
-    return result
+
+
+def metric_figures(metric: str, values_ms: Sequence[float], percentiles: Sequence[float]) -> dict[str, float | None]:
+    """Mean, median, standard deviation and percentiles of a latency."""
+    ordered = sorted(values_ms)
+    return {
+        f"mean_{metric}_ms": mean(ordered),
+        f"median_{metric}_ms": percentile(ordered, 50),
+        f"std_{metric}_ms": standard_deviation(ordered),
+        **{f"{percentile_name(percent)}_{metric}_ms": percentile(ordered, percent) for percent in percentiles},
+    }
 
 
 def details(records: Sequence[RequestRecord]) -> dict[str, Any]:

@@ -64,14 +64,21 @@ async def run_load(settings: ServeSettings, client: Client, requests: Sequence[B
 
 
 def make_result(
-    settings: ServeSettings, load: LoadResult, *, num_requests: int, date: str, rps_changes: Sequence[dict[str, Any]] = ()
+    settings: ServeSettings,
+    load: LoadResult,
+    *,
+    num_requests: int,
+    date: str,
+    rps_changes: Sequence[dict[str, Any]] = (),
+    summary: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The run under vLLM's keys, in vLLM's order; what only this tool has comes after."""
+    """The run under vLLM's keys, in vLLM's order; what only this tool has comes after. summary: in place of that of `load`'s records."""
     ramp = settings.arrivals.ramp_up
     rate = settings.arrivals.request_rate
-    summary = summarize(
-        load.records, duration=load.duration, percentiles=settings.percentiles, metrics=settings.metrics, slo_ms=settings.slo_ms
-    )
+    if summary is None:
+        summary = summarize(
+            load.records, duration=load.duration, percentiles=settings.percentiles, metrics=settings.metrics, slo_ms=settings.slo_ms
+        )
     result: dict[str, Any] = {
         "date": date,
         "endpoint_type": settings.backend,

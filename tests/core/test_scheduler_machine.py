@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
@@ -112,6 +113,8 @@ class StrictWorker:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
+    scheduler_type: ClassVar[type[Scheduler]] = Scheduler
+
     def __init__(self) -> None:
         super().__init__()
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
@@ -149,7 +152,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> None:
         self.depth = depth
         max_model_len = 24
-        self.scheduler = Scheduler(
+        self.scheduler = self.scheduler_type(
             SchedulerConfig(
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_seqs + extra_budget if chunked else max_model_len + extra_budget,

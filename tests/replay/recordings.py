@@ -14,7 +14,7 @@ from aioengine.sampling_params import RepetitionDetectionParams, StructuredOutpu
 from aioengine.testing import FakeExecutor, FakeTokenizer, in_virtual_time, scripted
 from tests.tui.runs import run_workload, settle
 
-KINDS = ("plain", "text_free", "guesses", "guesses_text_free", "priority", "structured", "one_step", "no_prefix_cache")
+KINDS = ("plain", "text_free", "guesses", "guesses_text_free", "priority", "structured", "one_step", "no_prefix_cache", "demo")
 
 
 def make_engine(kind: str, path: Path) -> AsyncEngine:
@@ -33,10 +33,11 @@ def make_engine(kind: str, path: Path) -> AsyncEngine:
         options["async_scheduling"] = False
     if kind == "no_prefix_cache":
         options["enable_prefix_caching"] = False
+    num_blocks = 40 if kind == "demo" else 36
     executor = (
-        FakeExecutor(num_blocks=36, block_size=4, forward_s=0.0005, in_loop=True, next_token=scripted("abcabcabcabc", then=97))
+        FakeExecutor(num_blocks=num_blocks, block_size=4, forward_s=0.0005, in_loop=True, next_token=scripted("abcabcabcabc", then=97))
         if kind.startswith("guesses")
-        else FakeExecutor(num_blocks=36, block_size=4, forward_s=0.0005, in_loop=True)
+        else FakeExecutor(num_blocks=num_blocks, block_size=4, forward_s=0.0005, in_loop=True)
     )
     return AsyncEngine(executor=executor, tokenizer=FakeTokenizer(), record=path, **options)
 
@@ -81,8 +82,8 @@ async def make_recording(kind: str, path: Path) -> None:
     engine = make_engine(kind, path)
     executor = engine._life.executor
     assert isinstance(executor, FakeExecutor)
-    executor.fail_request("r2", num_output_tokens=2)
+    executor.fail_request("r2" if kind != "demo" else "r10", num_output_tokens=2)
     async with engine:
         with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.gather(run_workload(engine, num_requests=24), _own_traffic(engine, kind))
+            await asyncio.gather(run_workload(engine, num_requests=150 if kind == "demo" else 24), _own_traffic(engine, kind))
         await settle(engine)

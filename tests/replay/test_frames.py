@@ -41,12 +41,13 @@ def test_a_recording_runs_again_to_the_same_frames(recordings: dict[str, Path], 
     recording = read_recording(recordings[kind])
     report = replay(recording)
     assert report.difference is None, str(report.difference)
-    assert report.num_steps == report.num_results == sum(isinstance(event, StepEvent) for event in recording.events) > 100
+    assert report.num_steps == report.num_results == sum(isinstance(event, StepEvent) for event in recording.events)
     calls = {call for event in recording.events if isinstance(event, (StepEvent, StepResultEvent)) for call in event.calls}
     assert calls >= {"add", "finish", "ended", "reset_running", "schedule", "update"}
     reasons = {info.finish_reason for event in recording.events for info in getattr(event, "finished", ())}
     assert reasons >= {"stop", "length", "abort", "error"}
     assert report.num_preemptions > 5
+    assert report.num_steps > (600 if kind == "demo" else 100)
     if kind.startswith("guesses"):
         assert max(event.num_accepted_tokens for event in recording.events if isinstance(event, StepResultEvent)) > 0
 

@@ -50,6 +50,7 @@ from aioengine_tui.widgets.text import Part
 
 if TYPE_CHECKING:
     from aioengine.events.sources.base import StepSource
+    from aioengine_tui.model.why.hindsight import Hindsight
 
 TABS = ("overview", "step", "batch", "blocks", "log", "waterfall")
 REFRESH_RATES = (0.5, 1.0, 2.0, 4.0, 5.0, 10.0)
@@ -59,6 +60,7 @@ _MIN_WIDTH, _MIN_HEIGHT = 40, 10
 _NOTE_S = 6.0
 _COMMON_HINTS = (("?", "help"), ("1-6", "screens"), ("p", "pause"), ("t", "theme"), ("q", "quit"))
 _REPLAY_HINTS = (("?", "help"), ("space", "play"), ("[ ]", "step"), ("{ }", "seek"), ("! X L", "jump"), ("+ -", "speed"), ("q", "quit"))
+_HINDSIGHT_HINTS = (("V", "verify"), ("W", "what if"))
 
 
 class DashboardApp(ControlActions, App[None]):
@@ -66,6 +68,7 @@ class DashboardApp(ControlActions, App[None]):
 
     source: where the items come from; the app opens and closes it. refresh: pictures a second, at most 10.
     theme: one of `THEME_NAMES`. folder: where exports and pictures go. ascii_only: draw with the characters of ASCII.
+    hindsight: runs a recording again. verify: without being asked.
     """
 
     TITLE = "aioengine top"
@@ -74,10 +77,20 @@ class DashboardApp(ControlActions, App[None]):
     BINDINGS: ClassVar[list[BindingType]] = BINDINGS
 
     def __init__(
-        self, source: StepSource, *, theme: str = "dark", refresh: float = 4.0, folder: Path | None = None, ascii_only: bool = False
+        self,
+        source: StepSource,
+        *,
+        theme: str = "dark",
+        refresh: float = 4.0,
+        folder: Path | None = None,
+        ascii_only: bool = False,
+        hindsight: Hindsight | None = None,
+        verify: bool = False,
     ) -> None:
         super().__init__(driver_class=driver_for_stdout())
         self.source = source
+        self.hindsight = hindsight
+        self._verify_at_once = verify
         self.session = Session(DashboardState())
         self.folder = folder if folder is not None else Path.cwd()
         self.refresh_rate = max(0.1, min(10.0, refresh))
@@ -133,6 +146,8 @@ class DashboardApp(ControlActions, App[None]):
         last_pause = time.monotonic()
         try:
             async with self.source as source:
+                if self._verify_at_once:
+                    await self.action_verify()
                 async for item in source:
                     self.session.live.apply(item)
                     if time.monotonic() - last_pause > 0.02:  # a source that always has the next item must not starve the keys
@@ -175,9 +190,11 @@ class DashboardApp(ControlActions, App[None]):
         self._line("#tabs", tabs_line(tabs, current, self.session.state, width))
         warnings = warnings_line(self.session, width, note=self.note)
         self._line("#warnings", warnings)
-        playback = self.source.playback
-        self._line("#replay", replay_line(playback, state.status, state, width) if playback is not None else None)
-        common = _REPLAY_HINTS if playback is not None else _COMMON_HINTS
+        playback, found = self.source.playback, self.session.hindsight.verification
+        self._line("#replay", None if playback is None else replay_line(playback, state.status, state, width, verification=found))
+        common = _COMMON_HINTS if playback is None else _REPLAY_HINTS
+        if self.hindsight is not None:
+            common = (*common[:-2], *_HINDSIGHT_HINTS, *common[-2:])
         own = self.view.key_hints
         self._line("#keys", keys_line([*own[:4], *common, *own[4:]] if width >= 70 else [*common[:1], *own, *common[1:]], width))
 

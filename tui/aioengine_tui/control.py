@@ -14,10 +14,13 @@ from textual.widgets import Input
 
 from aioengine.errors import AioEngineError
 from aioengine_tui.messages import OpenRequest
+from aioengine_tui.model.why.advice import advise
+from aioengine_tui.model.why.hindsight import Verification, verification_words, what_if_words
 from aioengine_tui.session import Answer, Session
 
 if TYPE_CHECKING:
     from aioengine.events.sources.base import EngineControl, StepSource
+    from aioengine_tui.model.why.hindsight import Hindsight
 
 SPEEDS = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 25.0, 100.0)
 _CONFIRM_S = 5.0
@@ -38,6 +41,7 @@ class ControlActions(_Base):
 
     source: StepSource
     session: Session
+    hindsight: Hindsight | None
     _entry_mode: EntryMode = "filter"
     _abort_armed: tuple[str, float] = ("", 0.0)
     _pause_armed_until: float = 0.0
@@ -85,6 +89,60 @@ class ControlActions(_Base):
             self.say("only a recording can be searched")
         elif await self._do(self.source.playback.jump(kind)) is False:
             self.say(f"no {kind} {'step' if kind == 'slowest' else 'after this place'}")
+
+    # ------------------------------------------------------------------ hindsight
+    async def action_verify(self) -> None:
+        """Run the recording again, in the background; when that is done: go to the first difference."""
+        found = self.session.hindsight.verification
+        if self.hindsight is None:
+            self.say("only a recording can be run again")
+        elif found.state == "unknown":
+            self.session.hindsight.verification = Verification("running")
+            self.run_worker(self._verify(self.hindsight), name="verify")
+        elif found.state == "different" and self.source.playback is not None and found.step_id is not None:
+            await self._do(self.source.playback.seek_step(found.step_id))
+            self.say(found.words)
+        else:
+            self.say(verification_words(found))
+
+    async def _verify(self, hindsight: Hindsight) -> None:
+        try:
+            found = await hindsight.verify()
+        except AioEngineError as exc:
+            found = Verification("refused", words=str(exc))
+        self.session.hindsight.verification = found
+        self.say(verification_words(found))
+
+    def action_what_if(self) -> None:
+        """Simulate the advice that is shown, the heaviest finding first; what is known already is not asked again."""
+        if self.hindsight is None:
+            self.say("only a recording can be simulated")
+            return
+        advice = advise(self.session.state)
+        for finding in advice.findings if advice is not None else ():
+            if finding.present is not None and finding.proposed is not None:
+                self._simulate(self.hindsight, finding.setting, finding.present, finding.proposed)
+                return
+        self.say("there is no advice here to simulate")
+
+    def _simulate(self, hindsight: Hindsight, setting: str, present: int, proposed: int) -> None:
+        known = self.session.hindsight.sentences
+        if (setting, proposed) in known:
+            self.say(known[setting, proposed])
+            return
+        self.session.hindsight.note(setting, proposed, f"simulating {setting}={proposed} ...")
+        self.say(known[setting, proposed])
+        self.run_worker(self._what_if(hindsight, setting, present, proposed), name="what if")
+
+    async def _what_if(self, hindsight: Hindsight, setting: str, present: int, proposed: int) -> None:
+        try:
+            found = await hindsight.what_if(setting, present=present, proposed=proposed)
+        except AioEngineError as exc:
+            words = f"cannot be simulated: {exc}"
+        else:
+            words = what_if_words(setting, proposed=proposed, found=found)
+        self.session.hindsight.note(setting, proposed, words)
+        self.say(words)
 
     def change_playback_speed(self, direction: int) -> None:
         playback = self.source.playback

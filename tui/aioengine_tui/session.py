@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from aioengine_tui.model.owner_marks import OwnerMarks
 from aioengine_tui.model.state import DashboardState
+from aioengine_tui.model.why.hindsight import KnownInHindsight
 
 
 @dataclass(slots=True)
@@ -25,6 +26,7 @@ class Session:
         self._frozen: DashboardState | None = None
         self.selected: str | None = None  # a request id
         self.answers: dict[str, Answer] = {}  # by request id: prompts sent from here, the latest
+        self.hindsight = KnownInHindsight()  # of a recording: what running it again has shown
         self.owner_marks = OwnerMarks()  # the colours and letters of requests, alike on every screen
 
     @property

@@ -11,11 +11,7 @@ from typing import Any
 
 from aioengine.config import EngineConfig
 from aioengine.errors import ConfigError
-from aioengine.events.bus import StepBus
-from aioengine.events.recording.locked_file import RecordingFile
 from aioengine.events.recording.reader import read_recording
-from aioengine.events.step_event import Event
-from aioengine.events.wire import WireHeader, encode, encode_header
 from aioengine.replay.recording import read_settings
 from aioengine.testing import FakeTokenizer, make_model_info
 from aioengine_bench import console
@@ -27,16 +23,16 @@ from aioengine_bench.serve import default_file_name, due_times, make_result
 from aioengine_bench.settings import ServeSettings
 from aioengine_bench.simulate.arrivals import Arrival
 from aioengine_bench.simulate.cost import HostCost, StepCost, fit, roofline
+from aioengine_bench.simulate.figures import RunningFigures
 from aioengine_bench.simulate.goal import Goal, best
 from aioengine_bench.simulate.plan import Plan, Value, combinations
-from aioengine_bench.simulate.replica import Replica
-from aioengine_bench.simulate.run import Recorder, Routing, SimulatedRun, simulate
+from aioengine_bench.simulate.run import DetailedRecorder
+from aioengine_bench.simulate.run_plan import MAX_MODEL_LEN, run_plan
 from aioengine_bench.simulate.settings import SimulateSettings
 from aioengine_bench.simulate.traces import from_recording, read_trace, repeat
 
-_MAX_DETAILED = 50_000  # requests of which every token's time is kept
+_MAX_DETAILED = 50_000  # requests of which every token's time is kept; of more, figures
 _DEFAULT_NUM_BLOCKS = 16_384
-_MAX_MODEL_LEN = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +50,8 @@ def run_simulate(settings: SimulateSettings, serve: ServeSettings) -> None:
     given = _read_input(settings, serve)
     default_name = default_file_name(serve, date)
     check_saving(serve.save, ["benchmark", "simulated"], default_name=default_name)
+    if serve.save.detailed and (settings.num_requests or len(given.arrivals)) > _MAX_DETAILED:
+        raise ConfigError(f"--save-detailed keeps every token's time, for {_MAX_DETAILED} requests at most: leave it out")
     changes = list(combinations({**settings.sweep, **settings.vary}))
     if len(changes) > 1 and settings.record is not None:
         raise ConfigError("--record is for one simulation: leave out --sweep and --vary")
@@ -134,7 +132,7 @@ def _costs(settings: SimulateSettings, notes: list[str]) -> tuple[StepCost, Host
 
 
 def _plan_of(config: EngineConfig, cost: StepCost, host: HostCost) -> Plan:
-    info = make_model_info(max_position_embeddings=_MAX_MODEL_LEN)
+    info = make_model_info(max_position_embeddings=MAX_MODEL_LEN)
     resolved = config.resolve(info, cuda_available=config.device.startswith("cuda"), free_memory_bytes=1 << 34)
     return Plan(resolved.scheduler, resolved.cache, resolved.cache.num_kv_cache_blocks or _DEFAULT_NUM_BLOCKS, cost, host)
 
@@ -154,14 +152,17 @@ def _simulate_one(
         arrivals = (dataclasses.replace(arrival, time=arrival.time / plan.speed) for arrival in arrivals)
     start = time.perf_counter()
     name = ", ".join(f"{key}={value}" for key, value in change.items())
+    recorder = DetailedRecorder() if num_requests <= _MAX_DETAILED else RunningFigures(serve.slo_ms)
     with console.progress_bar(num_requests, description=f"simulating {name}".strip(), disable=serve.disable_progress) as bar:
-        every_token = num_requests <= _MAX_DETAILED
-        run, replicas = run_plan(
-            plan, arrivals, routing=settings.routing, every_token=every_token, record=settings.record, on_arrival=bar.update
-        )
-    serve = serve if every_token else dataclasses.replace(serve, metrics=tuple(name for name in serve.metrics if name != "itl"))
-    load = LoadResult(run.records, 0.0, max((record.end_time for record in run.records), default=0.0))
-    return make_result(serve, load, num_requests=num_requests, date=date) | {
+        run, replicas = run_plan(plan, arrivals, recorder, routing=settings.routing, record=settings.record, on_arrival=bar.update)
+    if isinstance(recorder, DetailedRecorder):
+        end = max((record.end_time for record in recorder.records), default=0.0)
+        result = make_result(serve, LoadResult(recorder.records, 0.0, end), num_requests=num_requests, date=date)
+    else:
+        summary = recorder.summary(percentiles=serve.percentiles, metrics=serve.metrics)
+        result = make_result(serve, LoadResult([], 0.0, 0.0), num_requests=num_requests, date=date, summary=summary)
+    return result | {
+        "num_not_sent": 0,
         "backend": "aioengine-simulate",
         "endpoint_type": "aioengine-simulate",
         "benchmark": "simulate",
@@ -187,54 +188,6 @@ def _simulate_one(
         "engine": {},
         "environment": environment(),
     }
-
-
-def run_plan(
-    plan: Plan,
-    arrivals: Iterable[Arrival],
-    *,
-    routing: Routing = "round_robin",
-    every_token: bool = True,
-    record: str | None = None,
-    on_arrival: Any = None,
-) -> tuple[SimulatedRun, list[Replica]]:
-    """One simulation. record: write the events of the first replica there, in virtual time. Raises ConfigError."""
-    recorder = Recorder(every_token=every_token)
-    file, bus = None, None
-    if record is not None:
-        file, bus = RecordingFile(record), StepBus()
-        config = {
-            "model": dataclasses.asdict(make_model_info(max_position_embeddings=_MAX_MODEL_LEN)),
-            "scheduler": dataclasses.asdict(plan.scheduler),
-            "cache": dataclasses.asdict(plan.cache),
-        }
-        header = WireHeader.create("simulated", config, num_kv_cache_blocks=plan.num_kv_cache_blocks)
-        file.begin(encode_header(dataclasses.replace(header, unix_time=0.0, perf_counter=0.0)))
-        write = file.write
-
-        def observe(event: Event) -> None:
-            pending = memoryview(encode(event))
-            while pending:
-                pending = pending[write(pending) :]
-
-        bus.add_observer(observe)
-    try:
-        replicas = [
-            Replica(
-                plan.scheduler,
-                cache=plan.cache,
-                num_kv_cache_blocks=plan.num_kv_cache_blocks,
-                cost=plan.cost,
-                host=plan.host,
-                on_outputs=recorder.take,
-                bus=bus if index == 0 else None,
-            )
-            for index in range(plan.replicas)
-        ]
-        return simulate(arrivals, replicas, recorder=recorder, routing=routing, on_arrival=on_arrival), replicas
-    finally:
-        if file is not None:
-            file.close()
 
 
 # ---------------------------------------------------------------------------------------------------- what comes out

@@ -97,27 +97,26 @@ class StepFeatures:
         self._num_prompt_tokens: dict[str, int] = {}
 
     def __call__(self, output: SchedulerOutput) -> tuple[Features, dict[str, bool]]:
-        """And by request, in the batch's order, whether it samples."""
-        known = self._num_prompt_tokens
+        """And by request, those that the worker knows first, whether it samples."""
+        known, scheduled, drafts = self._num_prompt_tokens, output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
         for req_id in output.finished_req_ids:
             known.pop(req_id, None)
-        starts: dict[str, int] = {}
-        ends: dict[str, int] = {}
-        for new in output.scheduled_new_reqs:
-            known[new.req_id] = ends[new.req_id] = len(new.prompt_token_ids)
-            starts[new.req_id] = new.num_computed_tokens
-        cached, drafts = output.scheduled_cached_reqs, output.scheduled_spec_decode_tokens
-        for req_id, start, num_output in zip(cached.req_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True):
-            starts[req_id] = start
-            ends[req_id] = known[req_id] + num_output + (len(drafts[req_id]) if req_id in drafts else 0)
-        pairs = context = num_sampled = 0
+        pairs = context = 0
         samples: dict[str, bool] = {}
-        for req_id, num_tokens in output.num_scheduled_tokens.items():
-            start = starts[req_id]
+        cached = output.scheduled_cached_reqs
+        for req_id, start, num_output in zip(cached.req_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True):
+            num_tokens = scheduled[req_id]
+            end = start + num_tokens
+            context += end
+            pairs += end if num_tokens == 1 else num_tokens * start + num_tokens * (num_tokens + 1) // 2
+            samples[req_id] = end == known[req_id] + num_output + (len(drafts[req_id]) if drafts and req_id in drafts else 0)
+        for new in output.scheduled_new_reqs:
+            num_tokens, start = scheduled[new.req_id], new.num_computed_tokens
+            known[new.req_id] = len(new.prompt_token_ids)
             context += start + num_tokens
             pairs += num_tokens * start + num_tokens * (num_tokens + 1) // 2
-            is_end = samples[req_id] = start + num_tokens == ends[req_id]
-            num_sampled += is_end
+            samples[new.req_id] = start + num_tokens == len(new.prompt_token_ids)
+        num_sampled = sum(samples.values())
         return (1.0, output.total_num_scheduled_tokens, len(samples), num_sampled, pairs, context), samples
 
 

@@ -42,7 +42,7 @@ class RecordedLoop(FrameReplay):
             else:
                 self._take_in(event, in_flight.popleft())
             while len(in_flight) < depth and (output := self._schedule()) is not None:
-                self.scheduler.take_report()
+                self.scheduler.drop_report()
                 in_flight.append(output)
                 yield output
         assert all(output.step_id not in results for output in in_flight), "a result of a step that was not taken in"
@@ -62,7 +62,7 @@ class RecordedLoop(FrameReplay):
         for call in self._calls(event):
             if call == "update":
                 self.scheduler.update_from_output(output, self._worker_output(event, output))
-        self.scheduler.take_report()
+        self.scheduler.drop_report()
 
 
 def simulated_frames(header: WireHeader, events: Sequence[Event]) -> list[SchedulerOutput]:

@@ -16,8 +16,7 @@ from aioengine.outputs import EngineCoreOutput, ModelRunnerOutput, WorkerTiming
 from aioengine_bench.simulate.arrivals import Arrival
 from aioengine_bench.simulate.cost import HostCost, StepCost, StepFeatures
 
-_TOKEN_ID = 1
-
+_SAMPLED, _NOTHING = [1], list[int]()  # of every request in every step; nobody writes to them
 
 OnOutputs = Callable[[list[EngineCoreOutput], float], None]
 
@@ -83,8 +82,8 @@ class Replica:
             req_ids = list(samples)
             result = ModelRunnerOutput(
                 req_ids,
-                {req_id: index for index, req_id in enumerate(req_ids)},
-                [[_TOKEN_ID] if is_end else [] for is_end in samples.values()],
+                dict(zip(req_ids, range(len(req_ids)), strict=True)),
+                [_SAMPLED if is_end else _NOTHING for is_end in samples.values()],
             )
             times = WorkerTiming(execute_start, self._worker_free, self._worker_free, self._worker_free)
             self._in_flight.append((output, result, times))
@@ -92,7 +91,7 @@ class Replica:
             if self._events is not None:
                 self._events.publish_step(output, queue_depth=len(self._in_flight), schedule_start=start, schedule_end=end)
             else:
-                self.scheduler.take_report()  # nobody reads it, and it must not pile up
+                self.scheduler.drop_report()  # nobody reads it, and it must not pile up
 
     def update(self, now: float) -> None:
         """Take in the oldest step; `run` must follow."""
@@ -118,7 +117,7 @@ class Replica:
                 update_end=update_end,
             )
         else:
-            self.scheduler.take_report()
+            self.scheduler.drop_report()
 
     def num_cached_blocks_of(self, arrival: Arrival) -> int:
         """How many blocks of a prompt, from its beginning, the prefix cache has: for routing."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 from aioengine.outputs import EngineCoreOutput
 from aioengine_bench.simulate.arrivals import Arrival
@@ -21,53 +21,53 @@ _MAX_IMBALANCE = 1.5  # prefix_aware: the replica with the prefix may have that 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:
-    """records: in the order in which requests ended. duration: seconds of the virtual clock."""
+    """duration: seconds of the virtual clock."""
 
-    records: list[RequestRecord]
     duration: float
     num_steps: int
     num_preemptions: int
 
 
-class Recorder:
-    """Collects what each request got. Without `every_token` only first and last: of a million requests the rest would not fit."""
+class Recorder(Protocol):
+    """Is told who comes, and what each step gave."""
 
-    def __init__(self, *, every_token: bool) -> None:
-        self.records: list[RequestRecord] = []
-        self._every_token = every_token
-        self._arrivals: dict[str, Arrival] = {}
-        self._times: dict[str, list[float]] = {}
-        self._counts: dict[str, int] = {}
+    def note_arrival(self, arrival: Arrival) -> None: ...
+
+    def note_failure(self, arrival: Arrival, error: str) -> None: ...
+
+    def take(self, outputs: Sequence[EngineCoreOutput], now: float) -> None: ...
+
+
+class DetailedRecorder:
+    """Keeps what each request got, and when."""
+
+    def __init__(self) -> None:
+        self.records: list[RequestRecord] = []  # in the order in which requests ended
+        self._live: dict[str, tuple[Arrival, list[float]]] = {}
 
     def note_arrival(self, arrival: Arrival) -> None:
-        self._arrivals[arrival.request_id] = arrival
+        self._live[arrival.request_id] = arrival, []
 
     def note_failure(self, arrival: Arrival, error: str) -> None:
-        del self._arrivals[arrival.request_id]
+        del self._live[arrival.request_id]
         self.records.append(RequestRecord(arrival.index, arrival.prompt_len, arrival.time, arrival.time, outcome="failed", error=error))
 
     def take(self, outputs: Sequence[EngineCoreOutput], now: float) -> None:
-        times, counts, every_token = self._times, self._counts, self._every_token
         for output in outputs:
-            req_id = output.request_id
-            own = times.get(req_id)
-            if own is None:
-                times[req_id] = [now]
-                counts[req_id] = 1
-            elif every_token or output.finish_reason is not None:
-                own.append(now)
-                counts[req_id] += 1
-            else:
-                counts[req_id] += 1
+            self._live[output.request_id][1].append(now)
             if output.finish_reason is not None:
-                self._finish(req_id, output.num_cached_tokens)
+                self._finish(*self._live.pop(output.request_id), output.num_cached_tokens)
 
-    def _finish(self, req_id: str, num_cached_tokens: int) -> None:
-        arrival, times, count = self._arrivals.pop(req_id), self._times.pop(req_id), self._counts.pop(req_id)
-        sizes = (1,) * len(times) if len(times) == count else (1, count - 1)
+    def _finish(self, arrival: Arrival, times: list[float], num_cached_tokens: int) -> None:
         self.records.append(
             RequestRecord(
-                arrival.index, arrival.prompt_len, arrival.time, arrival.time, tuple(times), sizes, num_cached_tokens=num_cached_tokens
+                index=arrival.index,
+                prompt_len=arrival.prompt_len,
+                due_time=arrival.time,
+                send_time=arrival.time,
+                chunk_times=tuple(times),
+                chunk_sizes=(1,) * len(times),
+                num_cached_tokens=num_cached_tokens,
             )
         )
 
@@ -126,7 +126,6 @@ def simulate(
                 break
             replica.run(now)
     return SimulatedRun(
-        recorder.records,
         now,
         sum(replica.num_steps for replica in replicas),
         sum(replica.scheduler.totals.num_preemptions for replica in replicas),

@@ -77,7 +77,11 @@ class Step(ctypes.Structure):
         *((name, _L) for name in ("num_groups", "num_reqs", "m", "hidden")),
         *((name, _F) for name in ("eps", "scale", "soft_cap")),
         *((name, _I) for name in ("isa", "num_threads", "kv_type", "block_size", "num_heads", "num_kv_heads", "head_dim")),
+        ("all_reduce", _P),
     )
+
+
+AllReduce = ctypes.CFUNCTYPE(_I, _P, _L)  # (numbers, how many) -> 0, or not 0: the step ends there
 
 
 class PeakArgs(ctypes.Structure):

@@ -7,15 +7,17 @@ are those of the single operations.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 import torch
 
-from aioengine_kernels.cpu.abi import CacheGroup, Layer, Matrix, Step
+from aioengine_kernels.cpu.abi import AllReduce, CacheGroup, Layer, Matrix, Step
 from aioengine_kernels.cpu.kernels import KV_TYPES, CpuKernels, KvCacheFormat
 from aioengine_kernels.cpu.library import ISAS, open_library
 from aioengine_kernels.cpu.packing import FusedMatrix, PackedMatrix
+
+_MAX_VIEWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +71,13 @@ class NativeDecoder:
         kv_caches: Sequence[torch.Tensor],  # one a layer, in shape.cache_format; layers of different groups may share one
         fast: bool,
         layer_groups: Sequence[int] | None = None,  # which of the groups of `forward` each layer belongs to; None: there is one
+        all_reduce: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
-        """Raises ValueError for shapes that do not fit together."""
+        """Raises ValueError for shapes that do not fit together.
+
+        all_reduce: the weights are one rank's part of a layer's heads and of its MLP, and this sums a flat float32 tensor over the
+        ranks, in place. What it raises, `forward` raises.
+        """
         self._library = open_library()
         f = shape.cache_format
         reason = KvCacheFormat.why_not(f.dtype, f.block_size, shape.num_heads, f.num_kv_heads, f.head_dim)
@@ -89,6 +96,7 @@ class NativeDecoder:
         self._kept = (tuple(layers), tuple(kv_caches), final_norm, cos_sin)
         self._shape = shape
         self._num_layers = len(layers)
+        self._reduction = None if all_reduce is None else _Reduction(all_reduce)
         self._parts: list[Matrix] = []  # what the `next` of the layers' matrices points to
         self._layers = (Layer * len(layers))(
             *(_layer_struct(layer, cache, group, fast, self._parts) for layer, cache, group in zip(layers, kv_caches, numbers, strict=True))
@@ -110,6 +118,7 @@ class NativeDecoder:
             "num_heads": shape.num_heads,
             "num_kv_heads": f.num_kv_heads,
             "head_dim": f.head_dim,
+            "all_reduce": None if self._reduction is None else self._reduction.address,
         }
 
     def forward(
@@ -142,9 +151,43 @@ class NativeDecoder:
             m=n,
             **self._fixed,
         )
-        if n:
-            self._library.aio_decoder(self._layers, self._num_layers, step)
+        if n and self._library.aio_decoder(self._layers, self._num_layers, step):
+            assert self._reduction is not None  # nothing else answers anything
+            self._reduction.raise_error()
         return normed
+
+
+class _Reduction:
+    """Called by the native code in the middle of a step. An exception cannot go through it, so it is kept, and the step ends."""
+
+    def __init__(self, all_reduce: Callable[[torch.Tensor], None]) -> None:
+        self._all_reduce = all_reduce
+        self._error: BaseException | None = None
+        self._views: dict[tuple[int, int], torch.Tensor] = {}  # by address and count: the native code writes to few places
+        self._function = AllReduce(self._call)
+        self.address = ctypes.cast(self._function, ctypes.c_void_p).value
+
+    def raise_error(self) -> None:
+        error, self._error = self._error, None
+        assert error is not None
+        raise error
+
+    def _call(self, address: int, count: int) -> int:
+        try:
+            self._all_reduce(self._view(address, count))
+        except BaseException as exc:
+            self._error = exc
+            return 1
+        return 0
+
+    def _view(self, address: int, count: int) -> torch.Tensor:
+        view = self._views.get((address, count))
+        if view is None:
+            if len(self._views) >= _MAX_VIEWS:
+                self._views.clear()
+            view = torch.frombuffer((ctypes.c_float * count).from_address(address), dtype=torch.float32)
+            self._views[address, count] = view
+        return view
 
 
 def _check(x: torch.Tensor, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:

@@ -19,7 +19,7 @@ from aioengine_kernels.cpu.abi import (
     layout_difference,
 )
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 ISAS = ("portable", "avx2", "avx512")  # the index is the number in the C ABI
 ISA_VARIABLE = "AIOENGINE_CPU_ISA"
 
@@ -37,7 +37,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "aio_rms_norm": (None, (ctypes.POINTER(RmsNormArgs),)),
     "aio_silu_mul": (None, (ctypes.POINTER(SiluMulArgs),)),
     "aio_peak": (ctypes.c_double, (ctypes.POINTER(PeakArgs),)),
-    "aio_decoder": (None, (ctypes.POINTER(Layer), _L, ctypes.POINTER(Step))),
+    "aio_decoder": (_I, (ctypes.POINTER(Layer), _L, ctypes.POINTER(Step))),
 }
 
 

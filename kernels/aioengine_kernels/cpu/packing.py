@@ -47,6 +47,11 @@ _STORED_BLOCKS = {
 _KEPT_AS = {"Q5_0": "Q8_0", "IQ4_NL": "Q8_0", "Q5_1": "Q5_K", "IQ4_XS": "Q6_K", "Q3_K": "Q6_K", "MXFP4": "Q6_K"}
 _DENSE = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _ALIGNMENT = 64
+_PANEL_ROWS = 16
+_GROUP_COLUMNS = 32
+# Of the formats that panels are kept in: bytes of a group's quants and of its scales, for the 16 rows of a panel.
+_GROUP_BYTES = {"Q4_0": (256, 32), "Q4_1": (256, 64), "Q8_0": (512, 32), "Q4_K": (256, 128), "Q6_K": (512, 128), "Q5_K": (512, 128)}
+_BYTES_PER_NUMBER = {"F32": 4, "F16": 2, "BF16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,3 +182,27 @@ def gather_rows(matrix: PackedMatrix, ids: torch.Tensor) -> torch.Tensor:
         matrix.format, matrix.data.data_ptr(), matrix.columns, flat.data_ptr(), count, out.data_ptr(), matrix.columns
     )
     return out
+
+
+def can_cut(matrix: PackedMatrix, first: int, count: int) -> bool:
+    """Whether `cut_columns` can: plain numbers anywhere, quantized ones between groups of 32 columns."""
+    return matrix.kind in _BYTES_PER_NUMBER or (first % _GROUP_COLUMNS == 0 and count % _GROUP_COLUMNS == 0)
+
+
+def cut_columns(matrix: PackedMatrix, first: int, count: int) -> PackedMatrix:
+    """Columns `first` to `first + count`, with the same numbers, as a matrix of their own. Raises ValueError if they cannot be cut."""
+    if first < 0 or count <= 0 or first + count > matrix.columns or not can_cut(matrix, first, count):
+        raise ValueError(f"columns {first}..{first + count} cannot be cut from {matrix.columns} columns of {matrix.kind}")
+    num_panels = -(-matrix.rows // _PANEL_ROWS)
+    panels = matrix.data.view(num_panels, -1)
+    if (width := _BYTES_PER_NUMBER.get(matrix.kind)) is not None:
+        column = _PANEL_ROWS * width
+        kept = [panels[:, first * column : (first + count) * column]]
+    else:
+        quants, scales = _GROUP_BYTES[matrix.kind]
+        begin, end, start = first // _GROUP_COLUMNS, (first + count) // _GROUP_COLUMNS, matrix.columns // _GROUP_COLUMNS * quants
+        kept = [panels[:, begin * quants : end * quants], panels[:, start + begin * scales : start + end * scales]]
+    num_bytes = sum(part.shape[1] for part in kept)
+    data = aligned_zeros(num_panels * (-(-num_bytes // _ALIGNMENT) * _ALIGNMENT))
+    data.view(num_panels, -1)[:, :num_bytes] = torch.cat(kept, dim=1)
+    return PackedMatrix(matrix.kind, matrix.rows, count, data)

@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from aioengine_kernels.cpu import CpuKernels, FusedMatrix, PackedMatrix
-from aioengine_kernels.cpu.packing import FORMATS, MatrixBuilder, gather_rows, pack, pack_dense, supports_packing
+from aioengine_kernels.cpu.packing import FORMATS, MatrixBuilder, can_cut, cut_columns, gather_rows, pack, pack_dense, supports_packing
 
 Randn = Callable[..., torch.Tensor]
 
@@ -282,3 +282,25 @@ def test_misuse_is_refused(kernels: CpuKernels) -> None:
     assert "no packed form of IQ2_XS" in str(supports_packing("IQ2_XS", 256))
     assert supports_packing("Q4_1", 576) is None
     assert len(set(FORMATS.values())) == len(FORMATS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cut_columns_are_the_columns(kernels: CpuKernels, kind: str, randn: Randn) -> None:
+    """Also where the file's blocks of 256 columns are cut, and the last panel is not full."""
+    packed, _ = make(kind, 40, 512)
+    rows = torch.arange(40)
+    cut = cut_columns(packed, 96, 288)
+    assert torch.equal(gather_rows(cut, rows), gather_rows(packed, rows)[:, 96:384])
+    x = randn(3, 288)
+    whole = torch.zeros(3, 512)
+    whole[:, 96:384] = x
+    assert torch.allclose(kernels.linear(x, cut), kernels.linear(whole, packed), rtol=1e-5, atol=1e-5)
+
+
+def test_quantized_columns_are_cut_between_groups_only() -> None:
+    packed, _ = make("Q8_0", 16, 64)
+    assert not can_cut(packed, 16, 32)
+    with pytest.raises(ValueError, match=r"columns 16\.\.48 cannot be cut from 64 columns of Q8_0"):
+        cut_columns(packed, 16, 32)
+    dense, reference = make("BF16", 16, 64)
+    assert torch.equal(gather_rows(cut_columns(dense, 15, 7), torch.arange(16)), reference[:, 15:22])

@@ -255,7 +255,7 @@ class OverviewView(View):
 
     def __init__(self, palette: Palette, session: Session, *, id: str) -> None:
         super().__init__(palette, session, id=id)
-        self.advisor = Advisor()
+        self.advisor = Advisor(session.hindsight)
 
     def compose_lines(self, state: DashboardState, width: int, height: int) -> list[Line]:
         return overview_lines(state, width, height, advisor=self.advisor)

@@ -61,7 +61,7 @@ class WaterfallView(View):
         self.axis: Axis = "steps"
         self.zooms: dict[Axis, int] = {"steps": 0, "time": 3}  # indices
         self.with_ended = True
-        self.advisor = Advisor()
+        self.advisor = Advisor(self.session.hindsight)
         self.column: int | None = None  # under the cursor, numbered absolutely; None: the latest one, which is followed
         self.number: int | None = None  # of the row under the cursor; None: the line of the steps, above the rows
         self._last: int | None = None  # the rightmost column while the cursor is not followed

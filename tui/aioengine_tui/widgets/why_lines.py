@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from aioengine_tui.model.state import DashboardState
 from aioengine_tui.model.state_data import StateData
+from aioengine_tui.model.why.hindsight import KnownInHindsight
 from aioengine_tui.model.why.words import advice_line, request_words
 from aioengine_tui.widgets.text import Line, Part, clean, fit_line, rule, wrap, wrap_to
 
@@ -13,17 +14,20 @@ _ADVICE_S = 2.0
 class Advisor:
     """The advice for one view, looked for every two seconds of the engine's clock: it is about thousands of steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, hindsight: KnownInHindsight | None = None) -> None:
+        self._hindsight = hindsight if hindsight is not None else KnownInHindsight()
+        self._num_notes = 0
         self._words: str | None = None
         self._known_for: tuple[StateData, int] | None = None  # what was folded, another object after a seek; how long it may be
         self._time = 0.0  # of the engine's clock
 
     def line(self, state: DashboardState, *, most: int) -> str | None:
         """As `advice_line`."""
-        known = self._known_for
-        if known is None or known[0] is not state.data or known[1] != most or state.now - self._time >= _ADVICE_S:
-            self._known_for, self._time = (state.data, most), state.now
-            self._words = advice_line(state, most=most)
+        known, num_notes = self._known_for, self._hindsight.num_notes
+        is_known = known is not None and known[0] is state.data and known[1] == most and num_notes == self._num_notes
+        if not is_known or state.now - self._time >= _ADVICE_S:
+            self._known_for, self._time, self._num_notes = (state.data, most), state.now, num_notes
+            self._words = advice_line(state, most=most, known=self._hindsight)
         return self._words
 
 

@@ -21,7 +21,7 @@ using aio::kAvx2, aio::kAvx512, aio::kPortable;
 extern "C" {
 
 // Changes with every change of an argument list; of the structures every field is compared (layout.cpp).
-AIO_EXPORT int32_t aio_abi_version() { return 4; }
+AIO_EXPORT int32_t aio_abi_version() { return 5; }
 
 AIO_EXPORT int32_t aio_supports(int32_t isa) {
   if (isa == kPortable) return 1;

@@ -169,6 +169,9 @@ struct Step {
   i64 num_groups, num_reqs, m, hidden;
   float eps, scale, soft_cap;
   int32_t isa, num_threads, kv_type, block_size, num_heads, num_kv_heads, head_dim;
+  // Null: the weights are whole. Else they are one rank's part, and the products with `output` and `down` are sums over the ranks:
+  // called with [m, hidden] numbers to be summed in place, by the thread that called aio_decoder. Not 0: give up.
+  int32_t (*all_reduce)(float* data, i64 count);
 };
 
 enum PeakKind : int32_t { kPeakFma = 0, kPeakInt8 = 1, kPeakBf16 = 2, kPeakRead = 3 };

@@ -165,17 +165,26 @@ struct Decoder {
     kernels.silu_mul(&args);
   }
 
-  // From the queries, with all keys and values of this layer written, to the residual and its norm.
-  void finish(const Layer& layer, const float* next_norm, const Rows& rows) const {
+  // From the queries, with all keys and values of this layer written, to what attention adds to the residual.
+  void attended(const Layer& layer, const Rows& rows) const {
     const i64 query = (i64)s.num_heads * s.head_dim, stride = query + 2 * (i64)s.num_kv_heads * s.head_dim;
+    attend(layer, rows, wide(rows), stride, narrow(rows), query);
+    multiply(rows, layer.output, narrow(rows), query, added(rows));
+  }
+
+  // From there to what the MLP adds.
+  void gated(const Layer& layer, const Rows& rows) const {
     float *first = wide(rows), *second = narrow(rows), *sum = added(rows);
-    attend(layer, rows, first, stride, second, query);
-    multiply(rows, layer.output, second, query, sum);
     norm(rows, sum, layer.post_norm);
     multiply(rows, layer.gate_up, normed(rows), s.hidden, first);
     gate(rows, first, rows_of(layer.gate_up), second, layer.down.k);
     multiply(rows, layer.down, second, layer.down.k, sum);
-    norm(rows, sum, next_norm);
+  }
+
+  // From there to the residual and its norm, and to the next layer's queries, keys and values.
+  void proceed(const Layer* next, const Rows& rows) const {
+    norm(rows, added(rows), next ? next->input_norm : s.final_norm);
+    if (next) project(*next, rows);
   }
 };
 
@@ -187,7 +196,8 @@ void for_all(const std::vector<Rows>& pieces, int num_threads, const Body& body)
   parallel_for(pieces.size() == 1 ? 1 : num_threads, (i64)pieces.size(), 1, call, (void*)&body);
 }
 
-void run(const Layer* layers, i64 num_layers, const Step& s) {
+// What `all_reduce` of the step answers, 0 without one.
+int32_t run(const Layer* layers, i64 num_layers, const Step& s) {
   // Room for the widest layer.
   Buffers b = {nullptr, nullptr, nullptr, 0, (i64)s.num_heads * s.head_dim};
   for (i64 i = 0; i < num_layers; i++) {
@@ -203,12 +213,23 @@ void run(const Layer* layers, i64 num_layers, const Step& s) {
     decoder.norm(pieces[piece], nullptr, layers[0].input_norm);
     decoder.project(layers[0], pieces[piece]);
   });
-  for (i64 i = 0; i < num_layers; i++)
-    for_all(pieces, s.num_threads, [&](i64 piece) {
-      const bool last = i + 1 == num_layers;
-      decoder.finish(layers[i], last ? s.final_norm : layers[i + 1].input_norm, pieces[piece]);
-      if (!last) decoder.project(layers[i + 1], pieces[piece]);
-    });
+  for (i64 i = 0; i < num_layers; i++) {
+    const Layer *layer = layers + i, *next = i + 1 == num_layers ? nullptr : layer + 1;
+    if (!s.all_reduce) {
+      for_all(pieces, s.num_threads, [&](i64 piece) {
+        decoder.attended(*layer, pieces[piece]);
+        decoder.gated(*layer, pieces[piece]);
+        decoder.proceed(next, pieces[piece]);
+      });
+      continue;
+    }
+    for_all(pieces, s.num_threads, [&](i64 piece) { decoder.attended(*layer, pieces[piece]); });
+    if (const int32_t error = s.all_reduce(b.added, s.m * s.hidden)) return error;
+    for_all(pieces, s.num_threads, [&](i64 piece) { decoder.gated(*layer, pieces[piece]); });
+    if (const int32_t error = s.all_reduce(b.added, s.m * s.hidden)) return error;
+    for_all(pieces, s.num_threads, [&](i64 piece) { decoder.proceed(next, pieces[piece]); });
+  }
+  return 0;
 }
 
 }  // namespace
@@ -216,6 +237,8 @@ void run(const Layer* layers, i64 num_layers, const Step& s) {
 
 extern "C" {
 
-AIO_EXPORT void aio_decoder(const aio::Layer* layers, aio::i64 num_layers, const aio::Step* step) { aio::run(layers, num_layers, *step); }
+AIO_EXPORT int32_t aio_decoder(const aio::Layer* layers, aio::i64 num_layers, const aio::Step* step) {
+  return aio::run(layers, num_layers, *step);
+}
 
 }  // extern "C"

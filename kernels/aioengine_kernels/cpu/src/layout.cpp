@@ -44,6 +44,7 @@ constexpr Field kFields[] = {
     AT(Step, seq_lens), AT(Step, query_start_loc), AT(Step, groups), AT(Step, num_groups), AT(Step, num_reqs), AT(Step, m),
     AT(Step, hidden), AT(Step, eps), AT(Step, scale), AT(Step, soft_cap), AT(Step, isa), AT(Step, num_threads),
     AT(Step, kv_type), AT(Step, block_size), AT(Step, num_heads), AT(Step, num_kv_heads), AT(Step, head_dim),
+    AT(Step, all_reduce),
     SIZE(PeakArgs), AT(PeakArgs, isa), AT(PeakArgs, kind), AT(PeakArgs, num_threads), AT(PeakArgs, repeats), AT(PeakArgs, data),
     AT(PeakArgs, bytes),
 };

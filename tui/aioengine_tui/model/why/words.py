@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from aioengine_tui.model.log import name_some, plural
 from aioengine_tui.model.state import DashboardState
 from aioengine_tui.model.why.advice import Advice, Finding, advise
+from aioengine_tui.model.why.hindsight import KnownInHindsight
 from aioengine_tui.model.why.slow import Companion, SlowToken, StepCompany, slowest_token, step_company
 from aioengine_tui.model.why.waiting import Holder, WhyWaiting, why_waiting
 
@@ -18,13 +19,21 @@ STOP_LETTERS: dict[str, str] = {
 """One letter for each reason why a step admitted nobody further; a blank: nobody was waiting."""
 
 
-def advice_line(state: DashboardState, *, most: int = 1 << 30) -> str | None:
-    """The one line for the whole engine, brief where it would be longer than `most`; None as long as there is too little to go by."""
+def advice_line(state: DashboardState, *, most: int = 1 << 30, known: KnownInHindsight | None = None) -> str | None:
+    """The one line for the whole engine, brief where it would be longer than `most`; None as long as there is too little to go by.
+
+    known: what the simulation of an advice has shown goes with it, and before it where there is no room for both.
+    """
     advice = advise(state)
     if advice is None:
         return None
-    words = advice_words(advice)
-    return words if len(words) <= most else advice_words(advice, brief=True)
+    shown = known.of(advice.findings[0].setting, advice.findings[0].proposed) if known is not None and advice.findings else ""
+    brief = advice_words(advice, brief=True)
+    for words in (advice_words(advice), brief):
+        line = f"{words}; {shown}" if shown else words
+        if len(line) <= most:
+            return line
+    return shown or brief
 
 
 def request_words(state: DashboardState, request_id: str) -> list[str]:

@@ -1,0 +1,1 @@
+"""What ranks that hold parts of one model do together."""
