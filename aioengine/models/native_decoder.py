@@ -289,7 +289,7 @@ def _pack_columns(part: SomeColumns) -> PackedMatrix:
     """Cut from the packed matrix, whose blocks are shorter than those of most files; as plain numbers if that cuts a block."""
     from aioengine_kernels.cpu.packing import can_cut, cut_columns
 
-    whole = _pack_alike([part.whole])
+    whole = pack_alike([part.whole])
     if can_cut(whole, part.first, part.shape[1]):
         return cut_columns(whole, part.first, part.shape[1])
     logger.warning("%s is cut inside its blocks: the rank's %d columns of it are kept as plain numbers", part.name, part.shape[1])
