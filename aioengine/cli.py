@@ -316,7 +316,7 @@ examples:
   aioengine pull HuggingFaceTB/SmolLM2-360M-Instruct
 """,
     )
-    parser.add_argument("name", metavar="NAME", help='built-in alias ("smollm2") or Hugging Face repository')
+    parser.add_argument("name", metavar="NAME", help='built-in alias ("smollm2", "gemma3-270m") or Hugging Face repository')
     options.add_log_option(parser)
     parser.set_defaults(handler=_pull)
 

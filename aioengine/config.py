@@ -191,7 +191,7 @@ def _read_logits_processors(name: str, value: object) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    model: str = setting("smollm2", 'built-in alias ("smollm2"), folder, .gguf file or Hugging Face repository')
+    model: str = setting("smollm2", 'built-in alias ("smollm2", "gemma3-270m"), folder, .gguf file or Hugging Face repository')
     tokenizer: str | None = setting(None, "folder or repository to take the tokenizer from", unset="the model's own")
     dtype: Dtype = setting(
         "auto",

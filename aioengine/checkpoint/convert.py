@@ -14,7 +14,7 @@ from aioengine.checkpoint.cache import MARKER
 from aioengine.checkpoint.json_file import read_json
 from aioengine.errors import ModelError
 
-VERSION = 2  # raised when the conversion changes
+VERSION = 3  # raised when the conversion changes
 _SPECIAL_TOKENS = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token", "mask": "mask_token"}
 
 

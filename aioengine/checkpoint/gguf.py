@@ -22,7 +22,9 @@ from aioengine.checkpoint.stored_tensor import PackedRows, StoredTensor, Zeros
 from aioengine.errors import ModelError
 
 # GGUF's architecture -> transformers' class and model type
-ARCHITECTURES: Mapping[str, str] = MappingProxyType({"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"})
+ARCHITECTURES: Mapping[str, str] = MappingProxyType(
+    {"gemma3": "Gemma3ForCausalLM", "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+)
 
 _SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
@@ -40,6 +42,16 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# Names that mean something else, or are, in some architectures only.
+_OTHER_NAMES = {
+    "gemma3": {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    }
+}
+# Architectures whose norms are stored with the 1 that transformers adds when it computes.
+_NORMS_WITH_ONE = frozenset({"gemma3"})
 # Read into the config when the file is converted (Llama 3's long-context frequencies).
 ROPE_FACTORS = "rope_freqs.weight"
 # Frequencies that follow from the config, in old files.
@@ -126,12 +138,14 @@ class GGUFFile:
         """Every weight, renamed. Raises ModelError for a tensor that no supported architecture has."""
         for info in self.header.tensors:
             if not _REPEATED.fullmatch(info.name):
-                name = transformers_name(info.name, self.header.path, architecture=self.header.architecture)
+                architecture = self.header.architecture
+                name = transformers_name(info.name, self.header.path, architecture=architecture)
                 if len(info.shape) == 3 and "{}" in name:
                     for expert in range(info.shape[0]):
-                        yield GGUFTensor(self, info, name.format(expert), 0, expert)
+                        yield GGUFTensor(self, info, name.format(expert), 0, expert=expert)
                 else:
-                    yield GGUFTensor(self, info, name, self._heads_to_unpermute(info))
+                    with_one = architecture in _NORMS_WITH_ONE and info.name.endswith("norm.weight")
+                    yield GGUFTensor(self, info, name, self._heads_to_unpermute(info), -1.0 if with_one else 0.0)
 
     def _heads_to_unpermute(self, info: TensorInfo) -> int:
         """How many heads' rows to put back in order; 0: none.
@@ -160,6 +174,7 @@ class GGUFTensor:
     info: TensorInfo
     name: str
     permuted_heads: int
+    offset: float = 0.0  # to add to a vector's numbers
     expert: int | None = None  # the tensor is this slice of what the file holds
 
     @property
@@ -173,6 +188,10 @@ class GGUFTensor:
             flat = torch.empty(1, self.shape[0])
             dequantize_into(self.file.raw(self.info), self.info.kind, flat)
             out.copy_(_unpermute(flat.view(-1, 1), self.permuted_heads).view(-1))
+        elif self.offset:
+            exact = torch.empty(self.shape)
+            dequantize_into(self.file.raw(self.info), self.info.kind, exact.view(1, -1))
+            out.copy_(exact.add_(self.offset))
         else:
             dequantize_into(self.file.raw(self.info), self.info.kind, out.view(1, -1))
 
@@ -201,7 +220,7 @@ def open_gguf(paths: Sequence[Path]) -> Iterator[StoredTensor]:
             part = info.name.split(".")[-2]
             bias = info.name.removesuffix("weight") + "bias"
             if info.name.endswith(".weight") and part in biased and bias not in names:
-                yield Zeros(transformers_name(bias, file.header.path, architecture=file.header.architecture), info.shape[:1])
+                yield Zeros(transformers_name(bias, file.header.path, architecture=files[0].header.architecture), info.shape[:1])
 
 
 def biased_parts(names: Iterable[str], architecture: str) -> frozenset[str]:
@@ -236,7 +255,7 @@ def transformers_name(name: str, path: Path, *, architecture: str) -> str:
         return f"{_TOP_NAMES[base]}.{kind}"
     prefix, _, rest = base.partition(".")
     layer, _, part = rest.partition(".")
-    known = _LAYER_NAMES.get(part) or expert_name(part, architecture=architecture)
+    known = _OTHER_NAMES.get(architecture, {}).get(part) or _LAYER_NAMES.get(part) or expert_name(part, architecture=architecture)
     if prefix != "blk" or known is None:
         raise ModelError(f"{path}: tensor {name!r} belongs to a kind of model that is not supported")
     return f"model.layers.{layer}.{known}.{kind}"

@@ -172,6 +172,8 @@ def config_json(files: Sequence[GGUFFile], vocabulary: Vocabulary) -> dict[str, 
     }
     if keys.count("expert_count", 0):
         _set_experts(config, keys)
+    elif keys.architecture == "gemma3":
+        _set_gemma3(config, keys)
     else:
         _set_window(config, keys, context=context)
     _check_rest(keys, sizes={"head": head_dim, "hidden": hidden})
@@ -274,6 +276,33 @@ def _set_experts(config: dict[str, Any], keys: _Keys) -> None:
         config.update(moe_intermediate_size=size, norm_topk_prob=True)
 
 
+def _set_gemma3(config: dict[str, Any], keys: _Keys) -> None:
+    """What Gemma 3 has beside a Llama: a layer's kind says its window and its angles; activation and scale follow from the name."""
+    layers, window = config["num_hidden_layers"], keys.count("attention.sliding_window", 0)
+    stated = keys.values("attention.sliding_window_pattern") or [6]  # one flag for each layer, or one for how many are of a kind
+    keys.used.add("attention.sliding_window_pattern")
+    if len(stated) == layers and layers > 1:
+        windowed = [bool(flag) for flag in stated]
+    elif len(stated) == 1 and isinstance(stated[0], int) and stated[0] > 0:
+        windowed = [(layer + 1) % stated[0] != 0 for layer in range(layers)]
+    else:
+        raise keys.refusal("attention.sliding_window_pattern", stated, f"must be a positive number or {layers} flags")
+    rope = config.pop("rope_parameters")
+    local = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", 10000.0)}
+    if "magnitude" in rope:
+        local["magnitude"] = rope["magnitude"]
+    del config["hidden_act"]
+    config.update(
+        model_type="gemma3_text",
+        hidden_activation="gelu_pytorch_tanh",
+        rope_parameters={"full_attention": rope, "sliding_attention": local},
+        sliding_window=window or None,
+        layer_types=["sliding_attention" if flag and window else "full_attention" for flag in windowed],
+        # Of the largest, with 62 layers, it is not the size of a head (llama.cpp goes by that as well).
+        query_pre_attn_scalar=config["hidden_size"] // config["num_attention_heads"] if layers == 62 else config["head_dim"],
+    )
+
+
 def _check_rest(keys: _Keys, *, sizes: Mapping[str, int]) -> None:
     """Every key that nobody has read must say what is so anyway."""
     same = {
@@ -294,6 +323,9 @@ def _check_rest(keys: _Keys, *, sizes: Mapping[str, int]) -> None:
             value = keys.number(key)
             if value and not math.isclose(value, sizes["head"] ** -0.5, rel_tol=1e-5):
                 raise keys.refusal(key, value, f"must be 1/sqrt({sizes['head']})")
+        elif key == "hidden_activation" and keys.architecture == "gemma3":
+            if values != ["gelu_pytorch_tanh"]:
+                raise keys.refusal(key, values[0], "must be 'gelu_pytorch_tanh'")
         elif key == "rope.freq_base_swa":
             if keys.number(key) != keys.number("rope.freq_base", 10000.0):
                 raise keys.refusal(key, values[0], "must be that of all layers")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -151,11 +152,13 @@ def _merges_of_scores(vocabulary: Vocabulary, path: Path) -> list[tuple[str, str
     for token, text in enumerate(tokens):
         pairs = [(text[:i], text[i:]) for i in range(1, len(text))]
         pairs = [(left, right) for left, right in pairs if (left in ids or len(left) == 1) and (right in ids or len(right) == 1)]
+        # Runs of spaces come before all else, as in SentencePiece, where tokens of the user's own have the best score.
+        score = math.inf if vocabulary.types[token] == TokenType.USER_DEFINED and not text.strip(_SPACE) else vocabulary.scores[token]
         if pairs and vocabulary.types[token] == TokenType.NORMAL:
             scores[vocabulary.scores[token]] += 1
         for left, right in pairs:
             if left in ids and right in ids:
-                found.append((-vocabulary.scores[token], -len(left), -len(right), token, left, right))
+                found.append((-score, -len(left), -len(right), token, left, right))
             elif vocabulary.types[token] == TokenType.NORMAL:
                 letter = left if left not in ids else right
                 raise ModelError(f"{path}: tokenizer.ggml.tokens: {text!r:.200} can be put together from {letter!r}, which is no token")

@@ -110,6 +110,8 @@ def read_vocabulary(file: GGUFFile) -> Vocabulary:
     tokens = _read_tokens(file)
     types = _read_types(file, len(tokens))
     sentencepiece = model == _SENTENCEPIECE
+    if sentencepiece:
+        tokens = _with_space_marks(tokens, types)
     if not sentencepiece and _PREFIX + "merges" not in metadata:
         raise ModelError(
             f"{path} has no {_PREFIX}merges: a byte-level vocabulary does not say without them how its tokens are put together"
@@ -170,6 +172,16 @@ def _read_tokens(file: GGUFFile) -> tuple[str, ...]:
         twice = next(text for text in tokens if text in seen or seen.add(text))  # type: ignore[func-returns-value]
         raise ModelError(f"{path}: the token {twice!r:.200} is in {_PREFIX}tokens twice")
     return tokens
+
+
+def _with_space_marks(tokens: tuple[str, ...], types: tuple[TokenType, ...]) -> tuple[str, ...]:
+    """Runs of spaces that are tokens as SentencePiece and transformers have them; llama.cpp's converter wrote spaces for the marks."""
+    known = set(tokens)
+    marked = [
+        "▁" * len(text) if kind == TokenType.USER_DEFINED and not text.strip(" ") and "▁" * len(text) not in known else text
+        for text, kind in zip(tokens, types, strict=True)
+    ]
+    return tuple(marked)
 
 
 def _read_types(file: GGUFFile, count: int) -> tuple[TokenType, ...]:
@@ -270,7 +282,10 @@ def _find_ends(
     if "<|end|>" in by_text and calls and ({"<|return|>", "<|flush|>"} & by_text.keys()):  # ends a part of an answer there
         ends.discard(by_text["<|end|>"])
         kinds[by_text["<|end|>"]] = TokenType.USER_DEFINED
-    if "</s>" in by_text and {"<|tool_response>", "<|plamo:eos|>"} & by_text.keys():
+    if "</s>" in by_text and "<start_of_turn>" in tokens:  # Gemma's vocabulary has HTML's tags, this one strikes words out
+        ends.discard(by_text["</s>"])
+        kinds[by_text["</s>"]] = types[by_text["</s>"]]
+    elif "</s>" in by_text and {"<|tool_response>", "<|plamo:eos|>"} & by_text.keys():
         ends.discard(by_text["</s>"])
         kinds[by_text["</s>"]] = TokenType.NORMAL
     return frozenset(ends), tuple(kinds)

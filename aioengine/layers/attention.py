@@ -11,13 +11,13 @@ from aioengine.attention.base import AttentionBackend, AttentionBatch, RotationI
 class Attention(nn.Module):
     """Causal attention over the paged cache, by whichever backend was chosen. Holds no weights and no state."""
 
-    def __init__(self, backend: AttentionBackend, *, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    def __init__(self, backend: AttentionBackend, *, num_heads: int, num_kv_heads: int, head_dim: int, scale: float) -> None:
         super().__init__()
         self.backend = backend
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
-        self.scale = head_dim**-0.5
+        self.scale = scale
 
     def forward(
         self,

@@ -51,6 +51,28 @@ class _Renamed:
         return self.stored.read_packed()
 
 
+@dataclass(frozen=True, slots=True)
+class _PlusOne:
+    """A norm's weights, which are stored as distances from 1. Read into float32 (`DecoderConfig.norms_from_one`)."""
+
+    stored: StoredTensor
+
+    @property
+    def name(self) -> str:
+        return self.stored.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape
+
+    def read_into(self, out: torch.Tensor) -> None:
+        self.stored.read_into(out)
+        out += 1.0
+
+    def read_packed(self) -> PackedRows | None:
+        return None
+
+
 def settle_tensors(config: DecoderConfig, tensors: Sequence[StoredTensor]) -> tuple[DecoderConfig, list[StoredTensor]]:
     """The tensors that the model is filled with, under its names, and the config with the head as the checkpoint has it.
 
@@ -70,6 +92,8 @@ def settle_tensors(config: DecoderConfig, tensors: Sequence[StoredTensor]) -> tu
         original = stored.stored if isinstance(stored, _Renamed) else stored
         if isinstance(original, SafetensorsTensor):
             original.check()
+    if config.norms_from_one:
+        kept = [_PlusOne(stored) if stored.name.endswith("norm.weight") else stored for stored in kept]
     config, kept = _settle_head(config, kept)
     return config, [*kept, *(Zeros(name, expected_biases[name]) for name in missing)]
 

@@ -54,7 +54,7 @@ _ROPE_NUMBERS = (
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """What distinguishes one pre-norm, gated, rotary decoder from another."""
+    """What distinguishes one gated, rotary decoder from another."""
 
     vocab_size: int
     hidden_size: int
@@ -73,6 +73,11 @@ class DecoderConfig:
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm on each query and key head, before the rotation
     layer_windows: tuple[int | None, ...] = ()  # of each layer, in tokens, the query's own included; None: it sees everything; (): all None
+    layer_ropes: tuple[RopeConfig, ...] = ()  # one for each layer, where they differ; else `rope` is that of all
+    attention_scale: float | None = None  # of scores; None: 1 / sqrt(head_dim)
+    embedding_scale: float = 1.0  # factor on embeddings, rounded to their dtype
+    sandwich_norms: bool = False  # what attention and the MLP add to the residual is normalised, too
+    norms_from_one: bool = False  # norm weights are stored as distances from 1, and kept in float32
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layer_windows", tuple(self.layer_windows) or (None,) * self.num_layers)
@@ -83,48 +88,61 @@ class DecoderConfig:
         """The number of each layer's KV-cache group."""
         return group_of_layers(group_layers(self.layer_windows))
 
+    @property
+    def rope_of_layers(self) -> tuple[RopeConfig, ...]:
+        return self.layer_ropes or (self.rope,) * self.num_layers
+
+    @property
+    def score_scale(self) -> float:
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
 
 def decoder_config(
-    raw: Mapping[str, Any], *, defaults: Mapping[str, Any], windows: Sequence[int | None] = (), **facts: Any
+    raw: Mapping[str, Any],
+    *,
+    defaults: Mapping[str, Any],
+    windows: Sequence[int | None] = (),
+    scaled_positions: bool = True,
+    **facts: Any,
 ) -> DecoderConfig:
     """Build a DecoderConfig from `raw`, the content of config.json.
 
     defaults: what the family's config class assumes for absent keys; null is no absence, and only some keys may be null.
     windows: the sliding window of each layer; one that holds the longest sequence is none, and empty: no layer has one.
-    facts: fields that the family derives itself.
+    scaled_positions: rotary scaling reaches beyond `max_position_embeddings`. facts: fields that the family derives itself.
     Raises ModelError naming the key that is missing, impossible or not supported.
     """
     refuse_unsupported(raw)
     fields = {**defaults, **raw}
-    num_heads, hidden_size = _positive(fields, "num_attention_heads"), _positive(fields, "hidden_size")
-    num_kv_heads = num_heads if fields.get("num_key_value_heads") is None else _positive(fields, "num_key_value_heads")
-    head_dim = _positive({"head_dim": hidden_size // num_heads} if fields.get("head_dim") is None else fields, "head_dim")
+    num_heads, hidden_size = positive(fields, "num_attention_heads"), positive(fields, "hidden_size")
+    num_kv_heads = num_heads if fields.get("num_key_value_heads") is None else positive(fields, "num_key_value_heads")
+    head_dim = positive({"head_dim": hidden_size // num_heads} if fields.get("head_dim") is None else fields, "head_dim")
     if num_heads % num_kv_heads:
         raise ModelError(f"config.json: num_attention_heads ({num_heads}) is not a multiple of num_key_value_heads ({num_kv_heads})")
     if head_dim % 2:
         raise ModelError(f"config.json: head_dim must be even for rotary embeddings, got {head_dim}")
-    max_positions = _positive(fields, "max_position_embeddings")
+    max_positions = positive(fields, "max_position_embeddings")
     if max_positions * head_dim > _MAX_ROTARY_NUMBERS:
         raise ModelError(
             f"config.json: max_position_embeddings ({max_positions}) times head_dim ({head_dim}) exceeds {_MAX_ROTARY_NUMBERS}, "
             "the limit of the rotary table"
         )
     rope = rope_config(fields, max_positions=max_positions, head_dim=head_dim)
-    num_positions = min(_scaled_positions(rope, max_positions), _MAX_ROTARY_NUMBERS // head_dim)
+    num_positions = min(_scaled_positions(rope, max_positions), _MAX_ROTARY_NUMBERS // head_dim) if scaled_positions else max_positions
     return DecoderConfig(
-        vocab_size=_positive(fields, "vocab_size"),
+        vocab_size=positive(fields, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_positive(fields, "intermediate_size"),
-        num_layers=_positive(fields, "num_hidden_layers"),
+        intermediate_size=positive(fields, "intermediate_size"),
+        num_layers=positive(fields, "num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position_embeddings=num_positions,
-        rms_norm_eps=_number(fields, "rms_norm_eps", default=1e-6),
+        rms_norm_eps=number(fields, "rms_norm_eps", default=1e-6),
         hidden_act=_activation(fields),
         rope=rope,
         tie_word_embeddings=flag(fields, "tie_word_embeddings"),
-        layer_windows=(_common_window(windows or [None], num_positions=num_positions),) * _positive(fields, "num_hidden_layers"),
+        layer_windows=(_common_window(windows or [None], num_positions=num_positions),) * positive(fields, "num_hidden_layers"),
         **facts,
     )
 
@@ -179,7 +197,7 @@ def rope_config(fields: Mapping[str, Any], *, max_positions: int, head_dim: int)
     kind = str(parameters.pop("rope_type", None) or parameters.get("type") or "default")
     parameters.pop("type", None)
     found = {"rope_theta": parameters.pop("rope_theta", None) or fields.get("rope_theta") or _DEFAULT_THETA}
-    theta = _number(found, "rope_theta", default=_DEFAULT_THETA)
+    theta = number(found, "rope_theta", default=_DEFAULT_THETA)
     if kind not in _ROPE_KINDS:
         raise ModelError(f"config.json: {key}: rope type {kind!r:.200} is not supported; supported: {', '.join(sorted(_ROPE_KINDS))}")
     rotated = parameters.pop("partial_rotary_factor", None) or fields.get("partial_rotary_factor") or 1.0
@@ -233,9 +251,9 @@ def _check_rope_numbers(parameters: Mapping[str, Any], *, kind: str, theta: floa
     for key in _ROPE_NUMBERS:
         value = parameters.get(key)
         if value is not None and not (key.startswith("mscale") and value == 0):  # 0 switches these off
-            _number(parameters, key, default=1.0)
+            number(parameters, key, default=1.0)
     if parameters.get("original_max_position_embeddings") is not None:
-        _positive(parameters, "original_max_position_embeddings")
+        positive(parameters, "original_max_position_embeddings")
     if kind == "yarn" and theta <= 1.0:
         raise ModelError(f"config.json: rope type 'yarn' needs rope_theta > 1, got {theta}")
     low, high = parameters.get("low_freq_factor"), parameters.get("high_freq_factor")
@@ -246,13 +264,13 @@ def _check_rope_numbers(parameters: Mapping[str, Any], *, kind: str, theta: floa
         if not isinstance(factors, list) or len(factors) != head_dim // 2:
             raise ModelError(f"config.json: frequency_factors must be {head_dim // 2} numbers, half of head_dim, got {factors!r:.200}")
         for factor in factors:
-            _number({"frequency_factors": factor}, "frequency_factors", default=1.0)
+            number({"frequency_factors": factor}, "frequency_factors", default=1.0)
 
 
 def window(fields: Mapping[str, Any], *, default: int | None = None) -> int | None:
     """`sliding_window` in tokens; null means none, an absent key `default`. Raises ModelError if it is no positive integer."""
     value = fields.get("sliding_window", default)
-    return None if value is None else _positive({"sliding_window": value}, "sliding_window")
+    return None if value is None else positive({"sliding_window": value}, "sliding_window")
 
 
 def flag(fields: Mapping[str, Any], key: str) -> bool:
@@ -270,16 +288,16 @@ def qwen_windows(raw: Mapping[str, Any], *, defaults: Mapping[str, Any]) -> list
     first = fields.get("max_window_layers", 28)
     if not isinstance(first, int):
         raise ModelError(f"config.json: max_window_layers must be an integer, got {first!r:.200}")
-    return _layer_windows(fields, size=size, otherwise=[i >= first for i in range(_positive(fields, "num_hidden_layers"))])
+    return layer_windows(fields, size=size, otherwise=[i >= first for i in range(positive(fields, "num_hidden_layers"))])
 
 
 def mistral_windows(raw: Mapping[str, Any], *, defaults: Mapping[str, Any]) -> list[int | None]:
     """The window of each layer: of all, unless `layer_types` is there. A null window means none; an absent key Mistral 7B's."""
     fields = {**defaults, **raw}
-    return _layer_windows(fields, size=window(fields), otherwise=[True] * _positive(fields, "num_hidden_layers"))
+    return layer_windows(fields, size=window(fields), otherwise=[True] * positive(fields, "num_hidden_layers"))
 
 
-def _layer_windows(fields: Mapping[str, Any], *, size: int | None, otherwise: Sequence[bool]) -> list[int | None]:
+def layer_windows(fields: Mapping[str, Any], *, size: int | None, otherwise: Sequence[bool]) -> list[int | None]:
     """size: of the windowed layers. otherwise: which those are if `layer_types` does not say."""
     kinds = _layer_types(fields)
     if kinds is None:
@@ -307,7 +325,7 @@ def _layer_types(fields: Mapping[str, Any]) -> list[str] | None:
     return ["full_attention" if kind == "attention" else kind for kind in kinds]  # its name of old
 
 
-def _positive(fields: Mapping[str, Any], key: str) -> int:
+def positive(fields: Mapping[str, Any], key: str) -> int:
     """A positive integer within `_LIMITS`."""
     value, limit = fields.get(key), _LIMITS[key]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -317,7 +335,7 @@ def _positive(fields: Mapping[str, Any], key: str) -> int:
     return value
 
 
-def _number(fields: Mapping[str, Any], key: str, *, default: float) -> float:
+def number(fields: Mapping[str, Any], key: str, *, default: float) -> float:
     """A finite number above 0. (A bool is none, and neither is an integer that no float can hold.)"""
     value = fields.get(key, default)
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < _LARGEST or math.isnan(value):

@@ -1,4 +1,4 @@
-"""The decoder that Llama, Mistral and Qwen share: pre-norm, rotary grouped-query attention, gated MLP.
+"""The decoder that Llama, Mistral, Qwen and Gemma share: pre-norm, rotary grouped-query attention, gated MLP.
 
 What differs between them is data (`DecoderConfig`). Submodules are called through `.forward`: hooks are of no use here,
 and `nn.Module.__call__` costs more than some of these operations at one token a step.
@@ -7,6 +7,7 @@ and `nn.Module.__call__` costs more than some of these operations at one token a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -21,10 +22,14 @@ from aioengine.layers.attention import Attention
 from aioengine.layers.embedding import TokenEmbedding
 from aioengine.layers.linear import Linear, RowParallelLinear
 from aioengine.layers.norm import RMSNorm
-from aioengine.layers.rope import PositionsInTable, RotaryEmbedding, Rotation
+from aioengine.layers.rope import PositionsInTable, RopeConfig, RotaryEmbedding, Rotation
 from aioengine.models.base import CausalLM
 from aioengine.models.config import DecoderConfig
 from aioengine.models.weights import WeightAssigner
+
+
+def build_norm(config: DecoderConfig, size: int, *, dtype: torch.dtype, device: torch.device) -> RMSNorm:
+    return RMSNorm(size, eps=config.rms_norm_eps, dtype=torch.float32 if config.norms_from_one else dtype, device=device)
 
 
 class SelfAttention(nn.Module):
@@ -37,9 +42,9 @@ class SelfAttention(nn.Module):
             config.hidden_size, (heads * dim, kv_heads * dim, kv_heads * dim), bias=config.qkv_bias, dtype=dtype, device=device
         )
         self.o_proj = RowParallelLinear(heads * dim, (config.hidden_size,), bias=config.output_bias, dtype=dtype, device=device)
-        self.q_norm = RMSNorm(dim, eps=config.rms_norm_eps, dtype=dtype, device=device) if config.qk_norm else None
-        self.k_norm = RMSNorm(dim, eps=config.rms_norm_eps, dtype=dtype, device=device) if config.qk_norm else None
-        self.attn = Attention(backend, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim)
+        self.q_norm = build_norm(config, dim, dtype=dtype, device=device) if config.qk_norm else None
+        self.k_norm = build_norm(config, dim, dtype=dtype, device=device) if config.qk_norm else None
+        self.attn = Attention(backend, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, scale=config.score_scale)
 
     def forward(
         self, x: torch.Tensor, rotation: Rotation | PositionsInTable, kv_cache: torch.Tensor, metadata: AttentionBatch
@@ -85,8 +90,13 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.self_attn = SelfAttention(config, backend, dtype=dtype, device=device)
         self.mlp = GatedMLP(config, dtype=dtype, device=device)
-        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype, device=device)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype, device=device)
+        norm = partial(build_norm, config, config.hidden_size, dtype=dtype, device=device)
+        self.input_layernorm, self.post_attention_layernorm = norm(), norm()
+        # (before the MLP, of what attention adds, of what the MLP adds). "post_attention" is the first to most families.
+        self.norms: tuple[RMSNorm, RMSNorm | None, RMSNorm | None] = (self.post_attention_layernorm, None, None)
+        if config.sandwich_norms:
+            self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norm(), norm()
+            self.norms = (self.pre_feedforward_layernorm, self.post_attention_layernorm, self.post_feedforward_layernorm)
 
     def forward(
         self,
@@ -99,7 +109,24 @@ class DecoderLayer(nn.Module):
         """normed, residual [n, hidden]: this layer's input, normalised and raw. Returns the MLP's output, not yet added
         to `residual`, which is updated in place: the next norm adds and normalises in one place."""
         attended = self.self_attn.forward(normed, rotation, kv_cache, metadata)
-        return self.mlp.forward(self.post_attention_layernorm.add_and_norm(attended, residual))
+        before_mlp, of_attended, of_mlp = self.norms
+        if of_attended is not None:
+            attended = of_attended.forward(attended)
+        added = self.mlp.forward(before_mlp.add_and_norm(attended, residual))
+        return added if of_mlp is None else of_mlp.forward(added)
+
+
+class RotaryTables:
+    """One table for each kind of angles, and which of them a layer takes."""
+
+    def __init__(self, config: DecoderConfig, *, device: torch.device) -> None:
+        kinds: list[RopeConfig] = []
+        for rope in config.rope_of_layers:
+            if rope not in kinds:
+                kinds.append(rope)
+        size, count = config.head_dim, config.max_position_embeddings
+        self.distinct = [RotaryEmbedding(rope, head_dim=size, max_positions=count, device=device) for rope in kinds]
+        self.of_layers = [kinds.index(rope) for rope in config.rope_of_layers]
 
 
 class Decoder(nn.Module):
@@ -109,14 +136,18 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed_tokens = TokenEmbedding(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self.layers = nn.ModuleList(DecoderLayer(config, backend, dtype=dtype, device=device) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype, device=device)
-        self.rotary = RotaryEmbedding(config.rope, head_dim=config.head_dim, max_positions=config.max_position_embeddings, device=device)
+        self.norm = build_norm(config, config.hidden_size, dtype=dtype, device=device)
+        self.embedding_scale = torch.tensor(config.embedding_scale).to(dtype).item()
+        tables = RotaryTables(config, device=device)
         # By table where the backend rotates as it writes the keys; else the angles are gathered once for all layers.
-        self.rotation: Callable[[torch.Tensor, torch.dtype], Rotation | PositionsInTable]
-        self.rotation = self.rotary.places if backend.fuses_rope else self.rotary.gather
-        # The modules in the order they run and their KV-cache groups, as plain attributes: no lookup through nn.Module in the loop below.
-        self.plan: list[tuple[DecoderLayer, RMSNorm, int]]
-        self.plan = [(layer, layer.input_layernorm, group) for layer, group in zip(self.layers, config.layer_groups, strict=True)]  # type: ignore[misc]
+        self.rotations: list[Callable[[torch.Tensor, torch.dtype], Rotation | PositionsInTable]]
+        self.rotations = [rotary.places if backend.fuses_rope else rotary.gather for rotary in tables.distinct]
+        # The modules in the order they run, and which angles and KV-cache group they take, as plain attributes: no lookup through
+        # nn.Module in the loop below.
+        self.plan: list[tuple[DecoderLayer, RMSNorm, int, int]] = [
+            (layer, layer.input_layernorm, angles, group)  # type: ignore[misc]
+            for layer, angles, group in zip(self.layers, tables.of_layers, config.layer_groups, strict=True)
+        ]
 
     def forward(
         self,
@@ -127,11 +158,13 @@ class Decoder(nn.Module):
         attention_metadata: tuple[AttentionBatch, ...],
     ) -> torch.Tensor:
         residual = self.embed_tokens.forward(input_ids)
-        rotation = self.rotation(positions, residual.dtype)
+        if self.embedding_scale != 1.0:
+            residual = residual.mul_(self.embedding_scale)
+        rotations = [rotation(positions, residual.dtype) for rotation in self.rotations]
         added: torch.Tensor | None = None
-        for (layer, norm, group), kv_cache in zip(self.plan, kv_caches, strict=True):
+        for (layer, norm, angles, group), kv_cache in zip(self.plan, kv_caches, strict=True):
             normed = norm.forward(residual) if added is None else norm.add_and_norm(added, residual)
-            added = layer.forward(normed, residual, rotation, kv_cache, attention_metadata[group])
+            added = layer.forward(normed, residual, rotations[angles], kv_cache, attention_metadata[group])
         assert added is not None  # a config has at least one layer
         return self.norm.add_and_norm(added, residual)
 

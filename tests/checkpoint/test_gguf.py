@@ -93,12 +93,21 @@ _NAMES = {
 }
 
 
-def gguf_name(name: str) -> str:
+_GEMMA3_NAMES = {
+    **_NAMES,
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+
+def gguf_name(name: str, architecture: str = "llama") -> str:
+    names = _GEMMA3_NAMES if architecture == "gemma3" else _NAMES
     base, _, kind = name.rpartition(".")
     if base.startswith("model.layers."):
         _, _, layer, part = base.split(".", 3)
-        return f"blk.{layer}.{_NAMES[part]}.{kind}"
-    return f"{_NAMES[base]}.{kind}"
+        return f"blk.{layer}.{names[part]}.{kind}"
+    return f"{names[base]}.{kind}"
 
 
 def add_tokenizer(writer: gguf.GGUFWriter) -> None:
@@ -135,7 +144,7 @@ def write_gguf(
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(getattr(config, "head_dim", config.hidden_size // config.num_attention_heads))
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_freq_base(config.rope_parameters.get("full_attention", config.rope_parameters)["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
     add_tokenizer(writer)
     if extra is not None:
@@ -145,7 +154,9 @@ def write_gguf(
             continue
         weights = parameter.numpy().copy()
         heads = {"q_proj": HEADS, "k_proj": KV_HEADS}.get(name.split(".")[-2]) if architecture == "llama" else None
-        writer.add_tensor(gguf_name(name), permuted(weights, heads) if heads else weights)
+        if architecture == "gemma3" and name.endswith("norm.weight"):
+            weights += 1.0  # as llama.cpp's converter does
+        writer.add_tensor(gguf_name(name, architecture), permuted(weights, heads) if heads else weights)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -270,7 +281,7 @@ def test_other_files_are_told_apart(tmp_path: Path) -> None:
 def test_unsupported_architecture_and_experts_are_named(tmp_path: Path) -> None:
     model = random_model(cases()["llama"])
     path = write_gguf(model, tmp_path / "phi.gguf", "phi3")
-    with pytest.raises(ModelError, match=r"'phi3' is not supported; supported: llama, qwen2, qwen3, qwen3moe"):
+    with pytest.raises(ModelError, match=r"'phi3' is not supported; supported: gemma3, llama, qwen2, qwen3, qwen3moe"):
         convert_gguf(path, tmp_path / "out", files=(path,))
     path = write_gguf(model, tmp_path / "moe.gguf", "qwen3", extra=lambda writer: writer.add_expert_count(8))
     with pytest.raises(ModelError, match="'qwen3 with experts' is not supported"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import transformers
 from aioengine.errors import ModelError
 from aioengine.models.info import read_model_info, resolve_model
 from tests.checkpoint.test_gguf import write_gguf
-from tests.models.support import assert_same, cases, load_ours, logits_of, random_model, reference_logits, some_tokens
+from tests.models.support import Case, assert_same, cases, load_ours, logits_of, random_model, reference_logits, some_tokens
 
 Extra = Callable[[gguf.GGUFWriter], None]
 
@@ -274,6 +275,71 @@ def test_a_sliding_window_is_honoured(architecture: str, case: str, tmp_path: Pa
     files = resolve_model(str(path))
     assert read_model_info(files).sliding_window == model.config.sliding_window
     assert_same(logits_of(load_ours(files), some_tokens()), reference_logits(model, some_tokens()))
+
+
+GEMMA3_KEYS: dict[str, Any] = {"attention.sliding_window": 128, "attention.sliding_window_pattern": [True, True, False, True]}
+
+
+def gemma3_case(**changes: Any) -> Case:
+    """As GGUF can state it: scores are scaled by the size of a head."""
+    case = cases()["gemma3"]
+    return replace(case, config=transformers.Gemma3TextConfig(**{**case.config.to_dict(), "query_pre_attn_scalar": 32, **changes}))
+
+
+def write_gemma3(path: Path, case: Case, keys: Mapping[str, Any]) -> Path:
+    return write_gguf(random_model(case), path / "m.gguf", "gemma3", extra=lambda writer: put(writer, keys))
+
+
+@pytest.mark.parametrize(
+    ("keys", "changes"),
+    [
+        ({}, {}),
+        ({"rope.freq_base_swa": 500.0}, {"sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}),
+        (
+            {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
+            {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}},
+        ),
+    ],
+)
+def test_gemma3_is_read_as_llama_cpp_writes_it(keys: Mapping[str, Any], changes: dict[str, Any], tmp_path: Path) -> None:
+    """Names and norms; the kinds of layers say their angles, and scaling is for those that see everything."""
+    ropes = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in (("full_attention", 1e6), ("sliding_attention", 1e4))}
+    case = gemma3_case(rope_parameters={**ropes, **changes})
+    ours = load_ours(resolve_model(str(write_gemma3(tmp_path, case, {**GEMMA3_KEYS, **keys}))))
+    assert_same(logits_of(ours, some_tokens()), reference_logits(random_model(case), some_tokens()))
+
+
+@pytest.mark.parametrize(("pattern", "full"), [({}, [5]), ({"attention.sliding_window_pattern": 3}, [2, 5])])
+def test_gemma3_kinds_of_layers_by_a_period(pattern: Mapping[str, Any], full: list[int], tmp_path: Path) -> None:
+    kinds = ["full_attention" if layer in full else "sliding_attention" for layer in range(7)]
+    case = gemma3_case(num_hidden_layers=7, layer_types=kinds)
+    files = resolve_model(str(write_gemma3(tmp_path, case, {"attention.sliding_window": 128, **pattern})))
+    assert_same(logits_of(load_ours(files), some_tokens()), reference_logits(random_model(case), some_tokens()))
+
+
+def test_gemma3_without_a_window_has_one_kind_of_angles(tmp_path: Path) -> None:
+    """llama.cpp's reading of a file from before it knew the windows."""
+    case = gemma3_case(layer_types=["full_attention"] * 4)
+    files = resolve_model(str(write_gemma3(tmp_path, case, {})))
+    assert_same(logits_of(load_ours(files), some_tokens()), reference_logits(random_model(case), some_tokens()))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"attention.sliding_window_pattern": [True, False]},
+            r"sliding_window_pattern must be a positive number or 4 flags, got \[True, False\]",
+        ),
+        ({"attention.sliding_window_pattern": -1}, r"sliding_window_pattern must be a positive number or 4 flags, got \[-1\]"),
+        ({"final_logit_softcapping": 30.0}, r"gemma3\.final_logit_softcapping .* got 30"),
+        ({"attn_logit_softcapping": 50.0}, r"gemma3\.attn_logit_softcapping .* got 50"),
+        ({"attention.scale": 0.5}, r"gemma3\.attention\.scale must be 1/sqrt\(32\), got 0\.5"),
+    ],
+)
+def test_gemma3_keys_that_change_the_result_are_refused(keys: Mapping[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=message):
+        resolve_model(str(write_gemma3(tmp_path, gemma3_case(), {**GEMMA3_KEYS, **keys})))
 
 
 def test_a_window_of_some_layers_is_refused(tmp_path: Path) -> None:

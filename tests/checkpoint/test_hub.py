@@ -34,7 +34,9 @@ def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_unknown_names_list_what_was_tried(cache: Path) -> None:
-    with pytest.raises(ModelError, match=r"unknown model 'smolm2'.*built-in alias \(smollm2\).*Hugging Face.*Did you mean \"smollm2\""):
+    with pytest.raises(
+        ModelError, match=r"unknown model 'smolm2'.*built-in alias \(gemma3-270m, smollm2\).*Hugging Face.*Did you mean \"smollm2\""
+    ):
         resolve_model("smolm2")
     with pytest.raises(ModelError, match=r"unknown model './nothing'") as caught:
         resolve_model("./nothing")
@@ -96,12 +98,12 @@ def test_two_at_once_fetch_and_convert_once(cache: Path, monkeypatch: pytest.Mon
     def fake_fetch(source: object, target: Path, **_: object) -> None:
         fetched.append(target)
         with target.open("wb") as file:
-            file.truncate(ALIASES["smollm2"].member_size)
+            file.truncate(ALIASES["smollm2"].size)
 
     def fake_convert(path: Path, folder: Path, **_: object) -> None:
         (folder / "aioengine.json").write_text('{"version": 1}')
 
-    monkeypatch.setattr(hub, "fetch_member", fake_fetch)
+    monkeypatch.setattr(hub, "fetch_parts", fake_fetch)
     monkeypatch.setattr(hub, "convert_gguf", fake_convert)
     results: list[object] = []
     threads = [threading.Thread(target=lambda: results.append(resolve_model("smollm2"))) for _ in range(3)]
@@ -111,7 +113,7 @@ def test_two_at_once_fetch_and_convert_once(cache: Path, monkeypatch: pytest.Mon
         thread.join()
     assert len(fetched) == 1
     assert len(results) == 3
-    assert fetched[0].name == Path(source.member).name
+    assert fetched[0].name == source.name
 
 
 def test_pull_replaces_a_damaged_file(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,9 +122,9 @@ def test_pull_replaces_a_damaged_file(cache: Path, monkeypatch: pytest.MonkeyPat
     def fake_fetch(source: object, target: Path, **_: object) -> None:
         fetched.append(target)
         with target.open("wb") as file:
-            file.truncate(ALIASES["smollm2"].member_size)
+            file.truncate(ALIASES["smollm2"].size)
 
-    monkeypatch.setattr(hub, "fetch_member", fake_fetch)
+    monkeypatch.setattr(hub, "fetch_parts", fake_fetch)
     monkeypatch.setattr(hub, "convert_gguf", lambda path, folder, **_: (folder / "aioengine.json").write_text('{"version": 1}'))
     resolve_model("smollm2")
     resolve_model("smollm2")

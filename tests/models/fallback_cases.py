@@ -58,11 +58,6 @@ CASES: dict[str, dict[str, Any]] = {
     "flex_olmo": _EXPERTS,
     "gemma": _GEMMA,
     "gemma2": {**_GEMMA, **_WINDOW, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0},
-    "gemma3_text": {
-        **_GEMMA,
-        **_WINDOW,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
-    },
     "glm": {"head_dim": 16},
     "glm4": {"head_dim": 16},
     "glm4_moe": {**_EXPERTS, "head_dim": 16},

@@ -95,6 +95,19 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+_GEMMA3: dict[str, Any] = {
+    **_SHAPE,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+}
+_GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 
 
@@ -119,6 +132,10 @@ def cases() -> dict[str, Case]:
             transformers.Qwen2Config(**_SHAPE, use_sliding_window=True, sliding_window=9, max_window_layers=0),
             transformers.Qwen2ForCausalLM,
         ),
+        "gemma3": Case(transformers.Gemma3TextConfig(**_GEMMA3), transformers.Gemma3ForCausalLM),
+        "gemma3-linear": Case(
+            transformers.Gemma3TextConfig(**_GEMMA3, rope_parameters=_GEMMA3_ROPE, attention_bias=True), transformers.Gemma3ForCausalLM
+        ),
         "qwen3": Case(transformers.Qwen3Config(**_SHAPE, head_dim=32), transformers.Qwen3ForCausalLM),
         "qwen3-tied": Case(transformers.Qwen3Config(**_SHAPE, head_dim=16, tie_word_embeddings=True), transformers.Qwen3ForCausalLM),
     }
@@ -129,9 +146,10 @@ def random_model(case: Case) -> transformers.PreTrainedModel:
     torch.manual_seed(11)
     model: transformers.PreTrainedModel = case.model_class(case.config)
     model.eval()
+    from_one = isinstance(case.config, transformers.Gemma3TextConfig)  # it adds the 1 itself
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.15 + (1.0 if "norm" in name else 0.0))
+            parameter.copy_(torch.randn_like(parameter) * 0.15 + (1.0 if "norm" in name and not from_one else 0.0))
     return model
 
 
@@ -142,14 +160,16 @@ def load_reference(folder: Path, **options: Any) -> transformers.PreTrainedModel
 
 
 def reference_from_gguf(files: ModelFiles) -> transformers.PreTrainedModel:
-    """A Llama GGUF file as a transformers model in float32, read with the gguf package's own reader and names.
+    """A GGUF file of a Llama or a Gemma 3 as a transformers model in float32, read with the gguf package's own reader and names.
 
     (transformers reads GGUF weights only where accelerate is installed.)
     """
     config = transformers.AutoConfig.from_pretrained(files.folder)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    gemma = config.model_type == "gemma3_text"
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA3 if gemma else gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     stored = {tensor.name: tensor for path in files.weights for tensor in gguf.GGUFReader(path).tensors}
-    reference = transformers.LlamaForCausalLM(config)
+    family: type[transformers.PreTrainedModel] = transformers.Gemma3ForCausalLM if gemma else transformers.LlamaForCausalLM
+    reference = family(config)
     state: dict[str, torch.Tensor] = {}
     for name in reference.state_dict():
         key = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -157,7 +177,9 @@ def reference_from_gguf(files: ModelFiles) -> transformers.PreTrainedModel:
         assert tensor is not None, name
         weights = torch.from_numpy(np.array(gguf.dequantize(tensor.data, tensor.tensor_type)))
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
-        if heads:  # llama.cpp rotates neighbours, transformers halves
+        if gemma and name.endswith("norm.weight"):  # llama.cpp stores the 1 that transformers adds
+            weights -= 1.0
+        elif heads and not gemma:  # llama.cpp rotates neighbours, transformers halves
             weights = torch.cat([part.view(-1, 2, part.shape[1]).swapaxes(0, 1).flatten(0, 1) for part in weights.chunk(heads)])
         state[name] = weights
     reference.load_state_dict(state)

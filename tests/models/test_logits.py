@@ -178,3 +178,58 @@ def test_qwen_windows_on_some_layers_only_are_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps(config))
     with pytest.raises(ModelError, match="different attention types"):
         read_model_info(files)
+
+
+GEMMA3_ERRORS: list[tuple[dict[str, Any], str]] = [
+    ({"layer_types": ["full_attention"]}, "layer_types has 1 entries, num_hidden_layers is 4"),
+    ({"layer_types": ["full_attention", "chunked_attention"] * 2}, "layer_types chunked_attention is not supported"),
+    ({"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern must be a positive integer, got 0"),
+    ({"sliding_window": 0}, "sliding_window must be a positive integer, got 0"),
+    ({"sliding_window": None}, 'layer_types has "sliding_attention", but there is no window: sliding_window is None'),
+    ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a number above 0"),
+    ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping must be null, got 50.0"),
+    ({"final_logit_softcapping": 30.0}, "final_logit_softcapping must be null, got 30.0"),
+    ({"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
+    ({"hidden_activation": "mish"}, "hidden_act 'mish' is not supported"),
+    ({"rope_parameters": {"rope_type": "default"}}, "rope_parameters must have settings for full_attention and sliding_attention"),
+    ({"rope_scaling": {"rope_type": "linear"}}, "needs a number 'factor'"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), GEMMA3_ERRORS)
+def test_an_unusable_gemma3_config_is_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    files = save(random_model(cases()["gemma3"]), tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(ModelError, match=message):
+        read_model_info(files)
+
+
+@pytest.mark.parametrize(
+    "older",
+    [
+        {},
+        {"rope_theta": 5e5, "rope_local_base_freq": 2e3},
+        {"rope_scaling": {"factor": 4.0, "rope_type": "linear"}},
+        {"rope_theta": 1e6, "rope_scaling": {"factor": 4.0, "rope_type": "linear"}, "layer_types": None, "sliding_window_pattern": 3},
+        {"layer_types": None},
+    ],
+)
+def test_gemma3_configs_of_transformers_4_read_the_same(older: dict[str, Any], tmp_path: Path) -> None:
+    """Angles in keys of their own, kinds of layers by a period, and both left out."""
+    files = save(random_model(cases()["gemma3"]), tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    del config["rope_parameters"], config["_sliding_window_pattern"]
+    path.write_text(json.dumps({**config, **older}))
+    expected = reference_logits(load_reference(tmp_path), some_tokens())
+    assert_same(logits_of(load_ours(files), some_tokens()), expected)
+
+
+def test_gemma3_in_bfloat16_rounds_where_transformers_rounds(tmp_path: Path) -> None:
+    """Norms in float32 with the 1 added there, the scale of embeddings in bfloat16: else it is several times as far off."""
+    files = save(random_model(cases()["gemma3"]).bfloat16(), tmp_path)
+    exact = reference_logits(load_reference(tmp_path), some_tokens())
+    reference = reference_logits(load_reference(tmp_path).bfloat16(), some_tokens()).float()
+    ours = logits_of(load_ours(files, dtype=torch.bfloat16), some_tokens())
+    assert (ours - exact).norm() < 1.2 * (reference - exact).norm()

@@ -45,6 +45,17 @@ CONFIGS = {
     "llama": BASE,
     "qwen2": replace(BASE, qkv_bias=True, tie_word_embeddings=False),
     "qwen3": replace(BASE, qk_norm=True),
+    "gemma3": replace(
+        BASE,
+        num_layers=3,
+        qk_norm=True,
+        hidden_act="gelu_pytorch_tanh",
+        layer_windows=(9, None, 9),
+        layer_ropes=(RopeConfig(theta=1e4), RopeConfig(theta=1e6), RopeConfig(theta=1e4)),
+        attention_scale=0.25,
+        embedding_scale=96**0.5,
+        sandwich_norms=True,
+    ),
     "window and biases": replace(BASE, layer_windows=(9, 9), qkv_bias=True, output_bias=True, mlp_bias=True),
 }
 
@@ -110,7 +121,8 @@ def checkpoint(config: DecoderConfig, kind: str) -> Iterator[Stored]:
             yield matrix(f"{path}.mlp.{name}_proj.weight", rows, columns)
             if c.mlp_bias:
                 yield vector(f"{path}.mlp.{name}_proj.bias", rows, offset=0.0)
-        for name in ("input_layernorm", "post_attention_layernorm"):
+        more = ("pre_feedforward_layernorm", "post_feedforward_layernorm") if c.sandwich_norms else ()
+        for name in ("input_layernorm", "post_attention_layernorm", *more):
             yield vector(f"{path}.{name}.weight", c.hidden_size)
         if c.qk_norm:
             for name in ("q_norm", "k_norm"):

@@ -47,7 +47,7 @@ class RmsNormArgs(ctypes.Structure):
     )
 
 
-class SiluMulArgs(ctypes.Structure):
+class GatedMulArgs(ctypes.Structure):
     _fields_ = (
         *(("isa", _I), ("num_threads", _I), ("m", _L), ("n", _L)),
         *(("gate_up", _P), ("ldx", _L), ("y", _P), ("ldy", _L)),
@@ -61,7 +61,8 @@ class Matrix(ctypes.Structure):
 class Layer(ctypes.Structure):
     _fields_ = (
         *((name, Matrix) for name in ("qkv", "output", "gate_up", "down")),
-        *((name, _P) for name in ("input_norm", "post_norm", "query_norm", "key_norm", "cache")),
+        *((name, _P) for name in ("input_norm", "post_norm", "query_norm", "key_norm")),
+        *((name, _P) for name in ("attention_out_norm", "mlp_out_norm", "cos_sin", "cache")),
         ("group", _L),
     )
 
@@ -72,11 +73,11 @@ class CacheGroup(ctypes.Structure):
 
 class Step(ctypes.Structure):
     _fields_ = (
-        *((name, _P) for name in ("residual", "normed", "final_norm", "cos_sin", "positions")),
+        *((name, _P) for name in ("residual", "normed", "final_norm", "positions")),
         *((name, _P) for name in ("seq_lens", "query_start_loc", "groups")),
         *((name, _L) for name in ("num_groups", "num_reqs", "m", "hidden")),
         *((name, _F) for name in ("eps", "scale", "soft_cap")),
-        *((name, _I) for name in ("isa", "num_threads", "kv_type", "block_size", "num_heads", "num_kv_heads", "head_dim")),
+        *((name, _I) for name in ("isa", "num_threads", "kv_type", "block_size", "num_heads", "num_kv_heads", "head_dim", "activation")),
         ("all_reduce", _P),
     )
 
@@ -88,7 +89,7 @@ class PeakArgs(ctypes.Structure):
     _fields_ = (("isa", _I), ("kind", _I), ("num_threads", _I), ("repeats", _L), ("data", _P), ("bytes", _L))
 
 
-STRUCTURES = (CacheLayout, LinearArgs, AttentionArgs, RopeCacheArgs, RmsNormArgs, SiluMulArgs, Matrix, Layer, CacheGroup, Step, PeakArgs)
+STRUCTURES = (CacheLayout, LinearArgs, AttentionArgs, RopeCacheArgs, RmsNormArgs, GatedMulArgs, Matrix, Layer, CacheGroup, Step, PeakArgs)
 
 
 def declared_layout() -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""All layers of a pre-norm, gated-SiLU decoder (Llama, Mistral, Qwen 2 and 3) in one native call a step.
+"""All layers of a pre-norm decoder with a gated MLP (Llama, Mistral, Qwen 2 and 3, Gemma 3) in one native call a step.
 
 Python around seven small calls a layer costs more than the arithmetic at one token a step; this leaves one call. The bits
 are those of the single operations.
@@ -7,8 +7,9 @@ are those of the single operations.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 
 import torch
 
@@ -17,6 +18,8 @@ from aioengine_kernels.cpu.kernels import KV_TYPES, CpuKernels, KvCacheFormat
 from aioengine_kernels.cpu.library import ISAS, open_library
 from aioengine_kernels.cpu.packing import FusedMatrix, PackedMatrix
 
+# The numbers of the C ABI. "gelu_tanh" is GELU in its tanh approximation.
+ACTIVATIONS: Mapping[str, int] = MappingProxyType({"silu": 0, "gelu_tanh": 1})
 _MAX_VIEWS = 64
 
 
@@ -32,6 +35,8 @@ class LayerWeights:
     post_norm: torch.Tensor
     query_norm: torch.Tensor | None = None
     key_norm: torch.Tensor | None = None
+    attention_out_norm: torch.Tensor | None = None  # of what attention adds to the residual
+    mlp_out_norm: torch.Tensor | None = None  # of what the MLP adds to it
     qkv_bias: torch.Tensor | None = None
     output_bias: torch.Tensor | None = None
     gate_up_bias: torch.Tensor | None = None
@@ -46,6 +51,7 @@ class DecoderShape:
     rms_norm_eps: float
     scale: float  # of attention scores
     logits_soft_cap: float | None = None
+    activation: str = "silu"  # of the gate: a key of ACTIVATIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +73,7 @@ class NativeDecoder:
         layers: Sequence[LayerWeights],
         *,
         final_norm: torch.Tensor,  # [hidden] float32
-        cos_sin: torch.Tensor,  # [positions, head_dim] float32: cosines, then sines
+        cos_sin: torch.Tensor | Sequence[torch.Tensor],  # [positions, head_dim] float32: cosines, then sines; or one for each layer
         kv_caches: Sequence[torch.Tensor],  # one a layer, in shape.cache_format; layers of different groups may share one
         fast: bool,
         layer_groups: Sequence[int] | None = None,  # which of the groups of `forward` each layer belongs to; None: there is one
@@ -88,23 +94,28 @@ class NativeDecoder:
         numbers = [0] * len(layers) if layer_groups is None else list(layer_groups)
         if len(numbers) != len(layers) or min(numbers) < 0:
             raise ValueError(f"layer_groups must be {len(layers)} numbers from 0 on, one a layer, got {numbers}")
-        for layer, cache in zip(layers, kv_caches, strict=True):
+        tables = [cos_sin] * len(layers) if isinstance(cos_sin, torch.Tensor) else list(cos_sin)
+        if len(tables) != len(layers):
+            raise ValueError(f"cos_sin must be one table, or one for each of {len(layers)} layers, got {len(tables)}")
+        for layer, cache, table in zip(layers, kv_caches, tables, strict=True):
             _check_layer(layer, shape)
             _check(cache, "kv_cache", torch.uint8, f.shape(cache.shape[0]))
+            _check(table, "cos_sin", torch.float32, (table.shape[0], f.head_dim))
         _check(final_norm, "final_norm", torch.float32, (shape.hidden_size,))
-        _check(cos_sin, "cos_sin", torch.float32, (cos_sin.shape[0], f.head_dim))
-        self._kept = (tuple(layers), tuple(kv_caches), final_norm, cos_sin)
+        self._kept = (tuple(layers), tuple(kv_caches), final_norm, tables)
         self._shape = shape
         self._num_layers = len(layers)
         self._reduction = None if all_reduce is None else _Reduction(all_reduce)
         self._parts: list[Matrix] = []  # what the `next` of the layers' matrices points to
         self._layers = (Layer * len(layers))(
-            *(_layer_struct(layer, cache, group, fast, self._parts) for layer, cache, group in zip(layers, kv_caches, numbers, strict=True))
+            *(
+                _layer_struct(layer, cache, table, group=group, fast=fast, kept=self._parts)
+                for layer, cache, table, group in zip(layers, kv_caches, tables, numbers, strict=True)
+            )
         )
         self._groups = (CacheGroup * (max(numbers) + 1))()  # written anew by each step
         self._fixed = {
             "final_norm": final_norm.data_ptr(),
-            "cos_sin": cos_sin.data_ptr(),
             "hidden": shape.hidden_size,
             "groups": ctypes.addressof(self._groups),
             "num_groups": len(self._groups),
@@ -118,6 +129,7 @@ class NativeDecoder:
             "num_heads": shape.num_heads,
             "num_kv_heads": f.num_kv_heads,
             "head_dim": f.head_dim,
+            "activation": ACTIVATIONS[shape.activation],
             "all_reduce": None if self._reduction is None else self._reduction.address,
         }
 
@@ -218,7 +230,8 @@ def _check_layer(layer: LayerWeights, shape: DecoderShape) -> None:
         if (matrix.rows, matrix.columns) != (rows, columns):
             raise ValueError(f"{name} must be [{rows}, {columns}], got [{matrix.rows}, {matrix.columns}]")
     sizes = {f"{name}_bias": rows for name, (rows, _) in wanted.items()}
-    sizes |= {"input_norm": hidden, "post_norm": hidden, "query_norm": f.head_dim, "key_norm": f.head_dim}
+    sizes |= {"input_norm": hidden, "post_norm": hidden, "attention_out_norm": hidden, "mlp_out_norm": hidden}
+    sizes |= {"query_norm": f.head_dim, "key_norm": f.head_dim}
     for field in fields(layer):
         value = getattr(layer, field.name)
         if isinstance(value, torch.Tensor):
@@ -229,7 +242,7 @@ def _address(x: torch.Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-def _layer_struct(layer: LayerWeights, cache: torch.Tensor, group: int, fast: bool, kept: list[Matrix]) -> Layer:
+def _layer_struct(layer: LayerWeights, cache: torch.Tensor, cos_sin: torch.Tensor, *, group: int, fast: bool, kept: list[Matrix]) -> Layer:
     def matrix(m: PackedMatrix | FusedMatrix, bias: torch.Tensor | None) -> Matrix:
         parts = m.parts if isinstance(m, FusedMatrix) else (m,)
         first, following = m.rows, None
@@ -252,6 +265,9 @@ def _layer_struct(layer: LayerWeights, cache: torch.Tensor, group: int, fast: bo
         post_norm=layer.post_norm.data_ptr(),
         query_norm=_address(layer.query_norm),
         key_norm=_address(layer.key_norm),
+        attention_out_norm=_address(layer.attention_out_norm),
+        mlp_out_norm=_address(layer.mlp_out_norm),
+        cos_sin=cos_sin.data_ptr(),
         cache=cache.data_ptr(),
         group=group,
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from aioengine_kernels.cpu.abi import AttentionArgs, CacheLayout, LinearArgs, RmsNormArgs, RopeCacheArgs, SiluMulArgs
+from aioengine_kernels.cpu.abi import AttentionArgs, CacheLayout, GatedMulArgs, LinearArgs, RmsNormArgs, RopeCacheArgs
 from aioengine_kernels.cpu.library import ISAS, choose_isa, open_library
 from aioengine_kernels.cpu.packing import FusedMatrix, PackedMatrix
 
@@ -166,10 +166,21 @@ class CpuKernels:
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """gate_up [m, 2n] float32, the gate first -> silu(gate) * up [m, n]."""
+        args, out = self._gated_args(gate_up)
+        self._library.aio_silu_mul(args)
+        return out
+
+    def gelu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """gate_up [m, 2n] float32, the gate first -> gelu(gate) * up [m, n], with GELU's tanh approximation."""
+        args, out = self._gated_args(gate_up)
+        self._library.aio_gelu_mul(args)
+        return out
+
+    def _gated_args(self, gate_up: torch.Tensor) -> tuple[GatedMulArgs, torch.Tensor]:
         m, n = gate_up.shape[0], gate_up.shape[1] // 2
         _check_rows("gate_up", gate_up, (m, 2 * n))
         out = torch.empty((m, n))
-        args = SiluMulArgs(
+        args = GatedMulArgs(
             isa=self._isa,
             num_threads=self.num_threads,
             m=m,
@@ -179,8 +190,7 @@ class CpuKernels:
             y=out.data_ptr(),
             ldy=n,
         )
-        self._library.aio_silu_mul(args)
-        return out
+        return args, out
 
     def rope_and_cache(
         self,

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from aioengine_kernels.cpu.abi import (
     AttentionArgs,
+    GatedMulArgs,
     Layer,
     LinearArgs,
     PeakArgs,
     RmsNormArgs,
     RopeCacheArgs,
-    SiluMulArgs,
     Step,
     layout_difference,
 )
@@ -35,7 +35,8 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "aio_attention": (None, (ctypes.POINTER(AttentionArgs),)),
     "aio_rope_cache": (None, (ctypes.POINTER(RopeCacheArgs),)),
     "aio_rms_norm": (None, (ctypes.POINTER(RmsNormArgs),)),
-    "aio_silu_mul": (None, (ctypes.POINTER(SiluMulArgs),)),
+    "aio_silu_mul": (None, (ctypes.POINTER(GatedMulArgs),)),
+    "aio_gelu_mul": (None, (ctypes.POINTER(GatedMulArgs),)),
     "aio_peak": (ctypes.c_double, (ctypes.POINTER(PeakArgs),)),
     "aio_decoder": (_I, (ctypes.POINTER(Layer), _L, ctypes.POINTER(Step))),
 }

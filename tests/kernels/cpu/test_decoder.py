@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,10 +16,11 @@ from aioengine_kernels.cpu.packing import pack_dense
 Randn = Callable[..., torch.Tensor]
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, DIM, EPS = 96, 160, 6, 2, 32, 1e-5
 SHAPE = DecoderShape(HEADS, KvCacheFormat(torch.float32, 16, KV_HEADS, DIM), HIDDEN, EPS, DIM**-0.5)
+GELU = replace(SHAPE, activation="gelu_tanh")
 
 
 def make_layers(
-    randn: Randn, *, extras: bool, dtype: torch.dtype = torch.float32
+    randn: Randn, *, extras: bool, sandwich: bool = False, dtype: torch.dtype = torch.float32
 ) -> tuple[list[LayerWeights], list[dict[str, torch.Tensor]]]:
     qkv = (HEADS + 2 * KV_HEADS) * DIM
     shapes = {"qkv": (qkv, HIDDEN), "output": (HIDDEN, HEADS * DIM), "gate_up": (2 * INTERMEDIATE, HIDDEN), "down": (HIDDEN, INTERMEDIATE)}
@@ -29,56 +31,78 @@ def make_layers(
         if extras:
             rest |= {"query_norm": randn(DIM), "key_norm": randn(DIM)}
             rest |= {f"{name}_bias": randn(shape[0]) for name, shape in shapes.items()}
+        if sandwich:
+            rest |= {"attention_out_norm": randn(HIDDEN), "mlp_out_norm": randn(HIDDEN)}
         packed: dict[str, Any] = {name: pack_dense(w.to(dtype)) for name, w in matrices.items()}
         layers.append(LayerWeights(**packed, **rest))
         dense.append(matrices | rest)
     return layers, dense
 
 
-def single_operations(kernels: CpuKernels, layers: list[LayerWeights], caches: list[torch.Tensor], final: torch.Tensor, x: torch.Tensor,
-                      step: dict[str, Any], cos_sin: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # fmt: skip
+def single_operations(
+    kernels: CpuKernels,
+    layers: list[LayerWeights],
+    caches: list[torch.Tensor],
+    final: torch.Tensor,
+    x: torch.Tensor,
+    step: dict[str, Any],
+    tables: list[torch.Tensor],
+    positions: torch.Tensor,
+    *,
+    gelu: bool,
+) -> torch.Tensor:
     residual, f = x.clone(), SHAPE.cache_format
     normed = kernels.rms_norm(residual, layers[0].input_norm, eps=EPS)
     norms = [*(layer.input_norm for layer in layers[1:]), final]
-    for layer, cache, norm in zip(layers, caches, norms, strict=True):
+    for layer, cache, norm, cos_sin in zip(layers, caches, norms, tables, strict=True):
         qkv = kernels.linear(normed, layer.qkv, layer.qkv_bias).view(len(x), -1, DIM)
         query, key, value = qkv.split_with_sizes((HEADS, KV_HEADS, KV_HEADS), dim=1)
         slots = step["groups"][0].slots
         kernels.rope_and_cache(query, key, value, kv_cache=cache, cache_format=f, slots=slots, cos_sin=cos_sin, positions=positions,
                                query_norm=layer.query_norm, key_norm=layer.key_norm, norm_eps=EPS)  # fmt: skip
-        tables: dict[str, Any] = {name: step[name] for name in ("seq_lens", "query_start_loc")}
-        attended = kernels.attention(
-            query, block_table=step["groups"][0].block_table, kv_cache=cache, cache_format=f, scale=SHAPE.scale, **tables
-        )
+        batch: dict[str, Any] = {name: step[name] for name in ("seq_lens", "query_start_loc")}
+        batch["block_table"] = step["groups"][0].block_table
+        attended = kernels.attention(query, kv_cache=cache, cache_format=f, scale=SHAPE.scale, **batch)
         out = kernels.linear(attended.view(len(x), -1), layer.output, layer.output_bias)
+        if layer.attention_out_norm is not None:
+            out = kernels.rms_norm(out, layer.attention_out_norm, eps=EPS)
         normed = kernels.rms_norm(out, layer.post_norm, eps=EPS, residual=residual)
-        gated = kernels.silu_mul(kernels.linear(normed, layer.gate_up, layer.gate_up_bias))
-        normed = kernels.rms_norm(kernels.linear(gated, layer.down, layer.down_bias), norm, eps=EPS, residual=residual)
+        gated = (kernels.gelu_mul if gelu else kernels.silu_mul)(kernels.linear(normed, layer.gate_up, layer.gate_up_bias))
+        out = kernels.linear(gated, layer.down, layer.down_bias)
+        if layer.mlp_out_norm is not None:
+            out = kernels.rms_norm(out, layer.mlp_out_norm, eps=EPS)
+        normed = kernels.rms_norm(out, norm, eps=EPS, residual=residual)
     return normed
 
 
-def reference(layers: list[dict[str, torch.Tensor]], final: torch.Tensor, x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+def reference(
+    layers: list[dict[str, torch.Tensor]], final: torch.Tensor, x: torch.Tensor, tables: list[torch.Tensor], *, gelu: bool
+) -> torch.Tensor:
     """One sequence from position 0, in float64 and without a cache."""
     residual, n = x.double(), len(x)
-    cos, sin = cos_sin[:n, None].double().chunk(2, dim=-1)
 
-    def turn(t: torch.Tensor) -> torch.Tensor:
+    def turn(t: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        cos, sin = table[:n, None].double().chunk(2, dim=-1)
         a, b = t.chunk(2, dim=-1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
-    for single in layers:
+    def normed_by(name: str, out: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(out, (HIDDEN,), layer[name], EPS) if name in layer else out
+
+    for single, table in zip(layers, tables, strict=True):
         layer = {name: w.double() for name, w in single.items()}
         normed = F.rms_norm(residual, (HIDDEN,), layer["input_norm"], EPS)
         qkv = F.linear(normed, layer["qkv"], layer.get("qkv_bias")).view(n, -1, DIM)
         query, key, value = qkv.split_with_sizes((HEADS, KV_HEADS, KV_HEADS), dim=1)
         if "query_norm" in layer:
             query, key = F.rms_norm(query, (DIM,), layer["query_norm"], EPS), F.rms_norm(key, (DIM,), layer["key_norm"], EPS)
-        q, k, v = (t.transpose(0, 1)[None] for t in (turn(query), turn(key), value))
+        q, k, v = (t.transpose(0, 1)[None] for t in (turn(query, table), turn(key, table), value))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1).reshape(n, -1)
-        residual = residual + F.linear(attended, layer["output"], layer.get("output_bias"))
+        residual = residual + normed_by("attention_out_norm", F.linear(attended, layer["output"], layer.get("output_bias")))
         normed = F.rms_norm(residual, (HIDDEN,), layer["post_norm"], EPS)
         gate, up = F.linear(normed, layer["gate_up"], layer.get("gate_up_bias")).chunk(2, dim=-1)
-        residual = residual + F.linear(F.silu(gate) * up, layer["down"], layer.get("down_bias"))
+        gated = (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
+        residual = residual + normed_by("mlp_out_norm", F.linear(gated, layer["down"], layer.get("down_bias")))
     return F.rms_norm(residual, (HIDDEN,), final.double(), EPS)
 
 
@@ -92,32 +116,35 @@ def make_step(first: int, last: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("extras", [False, True])
-def test_one_call_is_the_single_operations(kernels: CpuKernels, extras: bool, randn: Randn) -> None:
-    layers, dense = make_layers(randn, extras=extras)
-    final, cos_sin, x = randn(HIDDEN), randn(64, DIM), randn(40, HIDDEN)
+@pytest.mark.parametrize(("extras", "gemma"), [(False, False), (True, False), (True, True)])
+def test_one_call_is_the_single_operations(kernels: CpuKernels, extras: bool, gemma: bool, randn: Randn) -> None:
+    """gemma: norms behind attention and MLP, GELU, and angles of its own for every other layer."""
+    layers, dense = make_layers(randn, extras=extras, sandwich=gemma)
+    final, cos_sin, x, shape = randn(HIDDEN), randn(64, DIM), randn(40, HIDDEN), GELU if gemma else SHAPE
+    tables = [cos_sin, randn(64, DIM), cos_sin] if gemma else [cos_sin] * 3
     results = []
     for chunks in ([(0, 40)], [(0, 7), (7, 8), (8, 33), (33, 40)]):
         caches = [[torch.zeros(SHAPE.cache_format.shape(4), dtype=torch.uint8) for _ in layers] for _ in range(2)]
-        decoder = NativeDecoder(kernels, SHAPE, layers, final_norm=final, cos_sin=cos_sin, kv_caches=caches[0], fast=False)
+        angles = tables if gemma else cos_sin
+        decoder = NativeDecoder(kernels, shape, layers, final_norm=final, cos_sin=angles, kv_caches=caches[0], fast=False)
         parts = []
         for first, last in chunks:
             step, positions = make_step(first, last), torch.arange(first, last)
             got = decoder.forward(x[first:last].clone(), positions, **step)
-            want = single_operations(kernels, layers, caches[1], final, x[first:last], step, cos_sin, positions)
+            want = single_operations(kernels, layers, caches[1], final, x[first:last], step, tables, positions, gelu=gemma)
             assert torch.equal(got, want)
             parts.append(got)
         assert all(torch.equal(a, b) for a, b in zip(*caches, strict=True))
         results.append(torch.cat(parts))
     assert torch.equal(results[0], results[1])
-    want = reference(dense, final, x, cos_sin)
+    want = reference(dense, final, x, tables, gelu=gemma)
     assert float((results[0].double() - want).norm() / want.norm()) < 2e-5
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
 def test_threads_share_a_step_without_a_trace(isa: str, kv_dtype: torch.dtype, randn: Randn) -> None:
     """With many rows each thread takes its own, and its share may begin and end inside a request, or read what another writes."""
-    layers, _ = make_layers(randn, extras=True)
+    layers, _ = make_layers(randn, extras=True, sandwich=True)
     shape = DecoderShape(HEADS, KvCacheFormat(kv_dtype, 16, KV_HEADS, DIM), HIDDEN, EPS, DIM**-0.5)
     final, cos_sin = randn(HIDDEN), randn(64, DIM)
     # Requests of 1 row after 20 others, of 30 rows from the first on, ..., and the last reads the block that the one before it fills.
@@ -151,6 +178,8 @@ def test_shapes_are_checked(kernels: CpuKernels, randn: Randn) -> None:
         NativeDecoder(kernels, SHAPE, layers, final_norm=final, cos_sin=cos_sin, kv_caches=caches[1:], fast=False)
     with pytest.raises(ValueError, match=r"final_norm must be contiguous torch.float32 \[96\]"):
         NativeDecoder(kernels, SHAPE, layers, final_norm=final[1:], cos_sin=cos_sin, kv_caches=caches, fast=False)
+    with pytest.raises(ValueError, match="one for each of 3 layers, got 2"):
+        NativeDecoder(kernels, SHAPE, layers, final_norm=final, cos_sin=[cos_sin] * 2, kv_caches=caches, fast=False)
     decoder = NativeDecoder(kernels, SHAPE, layers, final_norm=final, cos_sin=cos_sin, kv_caches=caches, fast=False)
     with pytest.raises(ValueError, match="positions"):
         decoder.forward(randn(3, HIDDEN), torch.arange(2), **make_step(0, 3))

@@ -48,7 +48,9 @@ AIO_EXPORT void aio_rope_cache(const aio::RopeCacheArgs* args) { aio::kernels_of
 
 AIO_EXPORT void aio_rms_norm(const aio::RmsNormArgs* args) { aio::kernels_of(args->isa).rms_norm(args); }
 
-AIO_EXPORT void aio_silu_mul(const aio::SiluMulArgs* args) { aio::kernels_of(args->isa).silu_mul(args); }
+AIO_EXPORT void aio_silu_mul(const aio::GatedMulArgs* args) { aio::kernels_of(args->isa).silu_mul(args); }
+
+AIO_EXPORT void aio_gelu_mul(const aio::GatedMulArgs* args) { aio::kernels_of(args->isa).gelu_mul(args); }
 
 AIO_EXPORT double aio_peak(const aio::PeakArgs* args) { return aio::kernels_of(args->isa).peak(args); }
 

@@ -115,8 +115,8 @@ struct RmsNormArgs {
   float eps;
 };
 
-// y = silu(gate) * up
-struct SiluMulArgs {
+// y = activation(gate) * up
+struct GatedMulArgs {
   int32_t isa;
   int32_t num_threads;
   i64 m, n;
@@ -137,13 +137,18 @@ struct Matrix {
   const Matrix* next;  // or null
 };
 
-// One pre-norm decoder layer with gated SiLU.
+enum Activation : int32_t { kSilu = 0, kGelu = 1 };  // of the gate; GELU in its tanh approximation
+
+// One pre-norm decoder layer with a gated MLP.
 struct Layer {
   Matrix qkv, output, gate_up, down;
   const float* input_norm;
   const float* post_norm;
   const float* query_norm;  // or null
   const float* key_norm;
+  const float* attention_out_norm;  // of what attention and the MLP add to the residual, or null
+  const float* mlp_out_norm;
+  const float* cos_sin;  // [positions, head_dim]: cosines, then sines
   uint8_t* cache;
   i64 group;  // which of the step's groups it belongs to
 };
@@ -161,14 +166,13 @@ struct Step {
   float* residual;  // [m, hidden]: embeddings in, the last layer's output out
   float* normed;    // [m, hidden]: out, after the final norm
   const float* final_norm;
-  const float* cos_sin;
   const int64_t* positions;
   const int32_t* seq_lens;
   const int32_t* query_start_loc;
   const CacheGroup* groups;
   i64 num_groups, num_reqs, m, hidden;
   float eps, scale, soft_cap;
-  int32_t isa, num_threads, kv_type, block_size, num_heads, num_kv_heads, head_dim;
+  int32_t isa, num_threads, kv_type, block_size, num_heads, num_kv_heads, head_dim, activation;
   // Null: the weights are whole. Else they are one rank's part, and the products with `output` and `down` are sums over the ranks:
   // called with [m, hidden] numbers to be summed in place, by the thread that called aio_decoder. Not 0: give up.
   int32_t (*all_reduce)(float* data, i64 count);
@@ -193,7 +197,8 @@ struct Kernels {
   void (*attention)(const AttentionArgs*);
   void (*rope_cache)(const RopeCacheArgs*);
   void (*rms_norm)(const RmsNormArgs*);
-  void (*silu_mul)(const SiluMulArgs*);
+  void (*silu_mul)(const GatedMulArgs*);
+  void (*gelu_mul)(const GatedMulArgs*);
   double (*peak)(const PeakArgs*);  // operations or bytes; 0: the instruction set, or this CPU, has no such instruction
 };
 

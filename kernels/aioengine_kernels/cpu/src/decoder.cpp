@@ -130,6 +130,16 @@ struct Decoder {
     kernels.rms_norm(&args);
   }
 
+  // Of what a layer is about to add to the residual, in place.
+  void norm_added(const Rows& rows, float* x, const float* weight) const {
+    RmsNormArgs args = {};
+    args.num_threads = rows.num_threads;
+    args.m = rows.count, args.n = s.hidden;
+    args.x = x, args.y = x, args.weight = weight, args.eps = s.eps;
+    args.ldx = args.ldy = s.hidden;
+    kernels.rms_norm(&args);
+  }
+
   CacheLayout cache(const Layer& layer) const { return {s.kv_type, s.block_size, s.num_kv_heads, s.head_dim, layer.cache}; }
 
   // From the normed residual to queries, and to keys and values in the cache.
@@ -141,7 +151,7 @@ struct Decoder {
     args.cache = cache(layer), args.num_heads = s.num_heads, args.num_threads = rows.num_threads, args.num_tokens = rows.count;
     args.query = qkv, args.key = qkv + query, args.value = qkv + query + key;
     args.query_stride = args.key_stride = args.value_stride = stride;
-    args.cos_sin = s.cos_sin, args.positions = s.positions + rows.first, args.slots = s.groups[layer.group].slots + rows.first;
+    args.cos_sin = layer.cos_sin, args.positions = s.positions + rows.first, args.slots = s.groups[layer.group].slots + rows.first;
     args.query_norm = layer.query_norm, args.key_norm = layer.key_norm, args.norm_eps = s.eps;
     kernels.rope_cache(&args);
   }
@@ -158,11 +168,12 @@ struct Decoder {
   }
 
   void gate(const Rows& rows, const float* gate_up, i64 ldx, float* y, i64 columns) const {
-    SiluMulArgs args = {};
+    GatedMulArgs args = {};
     args.num_threads = rows.num_threads;
     args.m = rows.count, args.n = columns;
     args.gate_up = gate_up, args.ldx = ldx, args.y = y, args.ldy = columns;
-    kernels.silu_mul(&args);
+    if (s.activation == kGelu) kernels.gelu_mul(&args);
+    else kernels.silu_mul(&args);
   }
 
   // From the queries, with all keys and values of this layer written, to what attention adds to the residual.
@@ -175,6 +186,7 @@ struct Decoder {
   // From there to what the MLP adds.
   void gated(const Layer& layer, const Rows& rows) const {
     float *first = wide(rows), *second = narrow(rows), *sum = added(rows);
+    if (layer.attention_out_norm) norm_added(rows, sum, layer.attention_out_norm);
     norm(rows, sum, layer.post_norm);
     multiply(rows, layer.gate_up, normed(rows), s.hidden, first);
     gate(rows, first, rows_of(layer.gate_up), second, layer.down.k);
@@ -182,7 +194,8 @@ struct Decoder {
   }
 
   // From there to the residual and its norm, and to the next layer's queries, keys and values.
-  void proceed(const Layer* next, const Rows& rows) const {
+  void proceed(const Layer& layer, const Layer* next, const Rows& rows) const {
+    if (layer.mlp_out_norm) norm_added(rows, added(rows), layer.mlp_out_norm);
     norm(rows, added(rows), next ? next->input_norm : s.final_norm);
     if (next) project(*next, rows);
   }
@@ -219,7 +232,7 @@ int32_t run(const Layer* layers, i64 num_layers, const Step& s) {
       for_all(pieces, s.num_threads, [&](i64 piece) {
         decoder.attended(*layer, pieces[piece]);
         decoder.gated(*layer, pieces[piece]);
-        decoder.proceed(next, pieces[piece]);
+        decoder.proceed(*layer, next, pieces[piece]);
       });
       continue;
     }
@@ -227,7 +240,7 @@ int32_t run(const Layer* layers, i64 num_layers, const Step& s) {
     if (const int32_t error = s.all_reduce(b.added, s.m * s.hidden)) return error;
     for_all(pieces, s.num_threads, [&](i64 piece) { decoder.gated(*layer, pieces[piece]); });
     if (const int32_t error = s.all_reduce(b.added, s.m * s.hidden)) return error;
-    for_all(pieces, s.num_threads, [&](i64 piece) { decoder.proceed(next, pieces[piece]); });
+    for_all(pieces, s.num_threads, [&](i64 piece) { decoder.proceed(*layer, next, pieces[piece]); });
   }
   return 0;
 }

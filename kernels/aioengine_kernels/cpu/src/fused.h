@@ -30,23 +30,37 @@ static void rms_norm(const RmsNormArgs* args) {
 
 AIO_INLINE vf silu_vector(vf gate) { return vdiv(gate, vadd(vset(1.0f), vexp(vsub(vzero(), gate)))); }
 
-static void silu_mul(const SiluMulArgs* args) {
-  const SiluMulArgs& a = *args;
+// GELU in its tanh approximation: 0.5 (1 + tanh u) is the logistic function of 2u.
+AIO_INLINE vf gelu_vector(vf gate) {
+  const vf u = vmul(vset(0.7978845608f), vfma(vmul(vset(0.044715f), vmul(gate, gate)), gate, gate));
+  return vdiv(gate, vadd(vset(1.0f), vexp(vmul(vset(-2.0f), u))));
+}
+
+template <class Activate>
+static void gated_mul(const GatedMulArgs& a, const Activate& activate) {
   const i64 n = a.n;
   parallel(a.m * n > kWorthSharing ? a.num_threads : 1, a.m, 4, [&](i64 begin, i64 end) {
     for (i64 r = begin; r < end; r++) {
       const float *gate = a.gate_up + r * a.ldx, *up = gate + n;
       float* out = a.y + r * a.ldy;
       i64 i = 0;
-      for (; i + kW <= n; i += kW) vstore(out + i, vmul(silu_vector(vload(gate + i)), vload(up + i)));
+      for (; i + kW <= n; i += kW) vstore(out + i, vmul(activate(vload(gate + i)), vload(up + i)));
       if (i < n) {
         alignas(64) float g[kW] = {}, u[kW] = {}, o[kW];
         for (i64 j = i; j < n; j++) g[j - i] = gate[j], u[j - i] = up[j];
-        vstore(o, vmul(silu_vector(vload(g)), vload(u)));
+        vstore(o, vmul(activate(vload(g)), vload(u)));
         for (i64 j = i; j < n; j++) out[j] = o[j - i];
       }
     }
   });
+}
+
+static void silu_mul(const GatedMulArgs* args) {
+  gated_mul(*args, [](vf gate) __attribute__((always_inline)) { return silu_vector(gate); });
+}
+
+static void gelu_mul(const GatedMulArgs* args) {
+  gated_mul(*args, [](vf gate) __attribute__((always_inline)) { return gelu_vector(gate); });
 }
 
 // Dimension i turns with dimension i + dim / 2 ("rotate half"); the products are rounded before they are added, as in torch.

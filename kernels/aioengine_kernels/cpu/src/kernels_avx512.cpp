@@ -22,6 +22,6 @@ namespace {
 
 #include "peak.h"
 }  // namespace
-extern const Kernels kAvx512Kernels = {linear_exact, linear_fast, attention, rope_cache, rms_norm, silu_mul, peak};
+extern const Kernels kAvx512Kernels = {linear_exact, linear_fast, attention, rope_cache, rms_norm, silu_mul, gelu_mul, peak};
 }  // namespace aio
 #endif

@@ -21,6 +21,6 @@ namespace {
 
 #include "peak.h"
 }  // namespace
-extern const Kernels kPortableKernels = {linear_exact, linear_fast, attention, rope_cache, rms_norm, silu_mul, peak};
+extern const Kernels kPortableKernels = {linear_exact, linear_fast, attention, rope_cache, rms_norm, silu_mul, gelu_mul, peak};
 }  // namespace aio
 
