@@ -134,12 +134,15 @@ class GGUFFile:
         """A matrix is stored in blocks of few bits."""
         return any(len(info.shape) > 1 and info.kind not in _FLOAT_KINDS for info in self.header.tensors)
 
-    def tensors(self) -> Iterator[GGUFTensor]:
-        """Every weight, renamed. Raises ModelError for a tensor that no supported architecture has."""
+    def tensors(self, *, has_experts: bool = False) -> Iterator[GGUFTensor]:
+        """Every weight, renamed; of a tensor that holds all experts of a layer, each by itself.
+
+        Raises ModelError for a tensor that no supported architecture has.
+        """
         for info in self.header.tensors:
             if not _REPEATED.fullmatch(info.name):
                 architecture = self.header.architecture
-                name = transformers_name(info.name, self.header.path, architecture=architecture)
+                name = transformers_name(info.name, self.header.path, architecture=architecture, has_experts=has_experts)
                 if len(info.shape) == 3 and "{}" in name:
                     for expert in range(info.shape[0]):
                         yield GGUFTensor(self, info, name.format(expert), 0, expert=expert)
@@ -211,8 +214,9 @@ class GGUFTensor:
 def open_gguf(paths: Sequence[Path]) -> Iterator[StoredTensor]:
     """Every weight of a model, in one file or several, and zeros for biases that only some of its matrices have."""
     files = [GGUFFile(path) for path in paths]
+    has_experts = bool(files[0].count("expert_count"))
     for file in files:
-        yield from file.tensors()
+        yield from file.tensors(has_experts=has_experts)
     biased = biased_parts([info.name for file in files for info in file.header.tensors], files[0].header.architecture)
     names = {info.name for file in files for info in file.header.tensors}
     for file in files:
@@ -245,7 +249,7 @@ def _unpermute(rows: torch.Tensor, heads: int) -> torch.Tensor:
     return rows.view(heads, -1, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
 
 
-def transformers_name(name: str, path: Path, *, architecture: str) -> str:
+def transformers_name(name: str, path: Path, *, architecture: str, has_experts: bool = False) -> str:
     """ "blk.3.attn_q.weight" -> "model.layers.3.self_attn.q_proj.weight". Raises ModelError for an unknown name.
 
     The name of a tensor of all experts of a layer has "{}" for the number of one.
@@ -255,7 +259,9 @@ def transformers_name(name: str, path: Path, *, architecture: str) -> str:
         return f"{_TOP_NAMES[base]}.{kind}"
     prefix, _, rest = base.partition(".")
     layer, _, part = rest.partition(".")
-    known = _OTHER_NAMES.get(architecture, {}).get(part) or _LAYER_NAMES.get(part) or expert_name(part, architecture=architecture)
+    known = _OTHER_NAMES.get(architecture, {}).get(part) or _LAYER_NAMES.get(part)
+    if known is None and has_experts:
+        known = expert_name(part, architecture=architecture)
     if prefix != "blk" or known is None:
         raise ModelError(f"{path}: tensor {name!r} belongs to a kind of model that is not supported")
     return f"model.layers.{layer}.{known}.{kind}"

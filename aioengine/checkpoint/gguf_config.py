@@ -135,7 +135,9 @@ def check_file(files: Sequence[GGUFFile]) -> None:
     for file in files:
         for info in file.header.tensors:
             if info.name != ROPE_FACTORS and not info.name.endswith(".attn_rot_embd.weight"):
-                transformers_name(info.name, file.header.path, architecture=header.architecture)  # before weights are read
+                transformers_name(
+                    info.name, file.header.path, architecture=header.architecture, has_experts=bool(experts)
+                )  # before weights are read
 
 
 def config_json(files: Sequence[GGUFFile], vocabulary: Vocabulary) -> dict[str, Any]:
