@@ -112,7 +112,7 @@ async def differences(path: Path, model: transformers.PreTrainedModel, weights: 
     async with AsyncEngine(str(path), kv_cache_dtype="float32", max_model_len=64, weights=weights) as engine:
         (output,) = await engine.generate_batch([prompt], SamplingParams(max_tokens=1, prompt_logprobs=1), progress=False)
     with torch.inference_mode():
-        expected = model(input_ids=torch.tensor([prompt])).logits[0].double().log_softmax(-1)
+        expected: torch.Tensor = model(input_ids=torch.tensor([prompt])).logits[0].double().log_softmax(-1)
     assert output.prompt_logprobs is not None
     found = [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True) if entry is not None]
     return (torch.tensor(found) - expected[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]).abs()
