@@ -93,13 +93,14 @@ def random_model(kind: str, **more: Any) -> transformers.PreTrainedModel:
     """Weights wide enough that a wrong rotation, mask or norm moves the logits by far more than rounding."""
     config = transformers.AutoConfig.for_model(kind, **{**_SHAPE, **CASES.get(kind, {}), **more})
     torch.manual_seed(11)
+    center = 0.0 if "gemma" in kind else 1.0  # theirs add the 1 themselves
     decoders: Any = MODEL_FOR_CAUSAL_LM_MAPPING
     model: transformers.PreTrainedModel = decoders[type(config)](config)
     model.eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             is_norm = parameter.ndim == 1 and name.endswith("weight")
-            parameter.copy_(torch.randn_like(parameter) * 0.15 + (1.0 if is_norm else 0.0))
+            parameter.copy_(torch.randn_like(parameter) * 0.15 + (center if is_norm else 0.0))
     return model
 
 

@@ -15,6 +15,8 @@ import torch
 import transformers
 
 from aioengine import AsyncEngine, RequestOutput, SamplingParams, StructuredOutputsParams
+from aioengine.kv_cache_groups import group_layers
+from aioengine.models.info import read_model_info, resolve_model
 from aioengine.outputs import TokenLogprobs
 from aioengine.testing import EOS_TOKEN_ID, FakeTokenizer
 from tests.covering import LEFT_TO_CI
@@ -34,6 +36,12 @@ def prompts() -> list[list[int]]:
     ]
 
 
+def small_pool(folder: Path) -> int:
+    """Blocks for three of the requests: 14 where layers see everything, less for each group of layers with a window."""
+    groups = group_layers(read_model_info(resolve_model(str(folder))).windows)
+    return sum(14 if group.sliding_window is None else 6 for group in groups)
+
+
 async def generate(folder: Path, *, prefix_cache: bool) -> tuple[list[RequestOutput], int]:
     async with AsyncEngine(
         str(folder),
@@ -41,7 +49,7 @@ async def generate(folder: Path, *, prefix_cache: bool) -> tuple[list[RequestOut
         check_invariants=True,
         enable_prefix_caching=prefix_cache,
         long_prefill_token_threshold=16,
-        num_kv_cache_blocks=15,
+        num_kv_cache_blocks=1 + small_pool(folder),
         max_model_len=128,
     ) as engine:
         scored = None if prefix_cache else 2  # who wants log-probabilities of a prompt has it computed
@@ -120,7 +128,7 @@ async def test_grammars_seeds_and_draft_tokens_work_as_with_any_model(kind: str,
     ]
     found: list[list[RequestOutput]] = []
     for num_draft_tokens in (0, 3):
-        options: dict[str, Any] = {"num_speculative_tokens": num_draft_tokens, "max_model_len": 128, "num_kv_cache_blocks": 40}
+        options: dict[str, Any] = {"num_speculative_tokens": num_draft_tokens, "max_model_len": 128, "num_kv_cache_blocks": 80}
         async with AsyncEngine(str(tmp_path), tokenizer=FakeTokenizer(), check_invariants=True, **options) as engine:
             outputs = [engine.generate(prompt, params) for prompt, params in requests]
             found.append([[output async for output in stream][-1] for stream in outputs])
