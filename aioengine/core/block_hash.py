@@ -32,6 +32,21 @@ def hash_block(parent: BlockHash, token_ids: Sequence[int], *, extra: bytes = b"
     return sha256(parent + array("q", token_ids).tobytes() + extra).digest()
 
 
+def hash_blocks(parent: BlockHash, token_ids: Sequence[int], *, block_size: int, extra: bytes = b"") -> list[BlockHash]:
+    """The hashes of the full blocks that `token_ids` begin with, as `hash_block` gives them one by one. `extra` is the first one's.
+
+    The tokens become bytes once: turning each block's into bytes takes as long as its hash.
+    """
+    width = array("q").itemsize * block_size
+    content = array("q", token_ids).tobytes()
+    hashes: list[BlockHash] = []
+    for start in range(0, len(content) // width * width, width):
+        parent = sha256(parent + content[start : start + width] + extra).digest()
+        hashes.append(parent)
+        extra = b""
+    return hashes
+
+
 def in_group(block_hash: BlockHash, group_id: int) -> BlockHash:
     """The name of that content in a KV-cache group: what its layers wrote for these tokens. In the first, the hash itself."""
     return block_hash + group_id.to_bytes(2, "big") if group_id else block_hash

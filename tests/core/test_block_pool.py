@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from aioengine.config import CacheConfig
-from aioengine.core.block_hash import hash_block, root_hash
+from aioengine.core.block_hash import hash_block, hash_blocks, root_hash
 from aioengine.core.block_pool import BlockPool, FreeBlockQueue
 from aioengine.core.kv_cache_manager import KVCacheManager
 from aioengine.core.request_queue import RequestQueue
@@ -70,6 +70,14 @@ def test_a_hash_depends_on_the_tokens_and_on_all_that_precede_them() -> None:
     assert first != hash_block(root, [2, 1])
     assert first != hash_block(root, [1, 2], extra=b"salt")
     assert hash_block(first, [3, 4]) != hash_block(root, [3, 4])
+
+
+def test_blocks_hashed_together_have_the_hashes_of_each_alone() -> None:
+    root = root_hash("seed")
+    first = hash_block(root, [1, 2], extra=b"salt")
+    second = hash_block(first, [3, 2**40])
+    assert hash_blocks(root, [1, 2, 3, 2**40, 5], block_size=2, extra=b"salt") == [first, second]
+    assert hash_blocks(first, [3], block_size=2) == []
 
 
 def test_the_root_is_random_in_each_process_unless_it_is_configured() -> None:
