@@ -6,6 +6,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from aioengine.core.block_hash import hash_block, root_hash
 from aioengine.request import Request
 from aioengine.sampling_params import SamplingParams
 
@@ -58,3 +59,13 @@ class Arrival:
             del hashes[num_blocks:]
         hashes += [pack(_OWN | (self.index & _MAX_NAME), place % _MAX_PLACES) for place in range(len(hashes), num_blocks)]
         return hashes
+
+
+def block_hashes(token_ids: Sequence[int], block_size: int) -> list[bytes]:
+    """The real ones of a prompt's full blocks, so that prompts share what they have in common."""
+    hashes: list[bytes] = []
+    parent = root_hash("simulate")
+    for start in range(0, len(token_ids) - block_size + 1, block_size):
+        parent = hash_block(parent, token_ids[start : start + block_size])
+        hashes.append(parent)
+    return hashes

@@ -19,9 +19,9 @@ from aioengine_bench.datasets import load_dataset
 from aioengine_bench.load import LoadResult
 from aioengine_bench.metrics import percentile_name
 from aioengine_bench.results import check_saving, environment, save_result, timestamp, with_metadata
-from aioengine_bench.serve import default_file_name, due_times, make_result
+from aioengine_bench.serve import default_file_name, describe_reasons, due_times, make_result
 from aioengine_bench.settings import ServeSettings
-from aioengine_bench.simulate.arrivals import Arrival
+from aioengine_bench.simulate.arrivals import Arrival, block_hashes
 from aioengine_bench.simulate.cost import HostCost, StepCost, fit, roofline
 from aioengine_bench.simulate.figures import RunningFigures
 from aioengine_bench.simulate.goal import Goal, best
@@ -59,6 +59,10 @@ def run_simulate(settings: SimulateSettings, serve: ServeSettings) -> None:
     out = console.output_stream(stdout_is_taken=serve.save.claims_stdout)
     for note in given.notes:
         print(f"Note: {note}", file=out)
+    for change, result in zip(changes, results, strict=True):
+        if reasons := result["failure_reasons"]:
+            which = "".join(f" with {name}={value}" for name, value in change.items())
+            print(f"Note: failed{which}: {describe_reasons(reasons)}", file=out)
     chosen = 0
     if len(results) == 1:
         print(console.serving_block(results[0], _metrics(serve, results[0]), [percentile_name(p) for p in serve.percentiles]), file=out)
@@ -87,7 +91,7 @@ def _read_input(settings: SimulateSettings, serve: ServeSettings) -> _Input:
     if settings.from_recording is not None:
         recording = read_recording(settings.from_recording)
         known, trace = read_settings(recording.header), from_recording(recording)
-        cost, host, error = fit(recording.events)
+        cost, host, error = fit(recording)
         notes.append(f"costs fitted to {settings.from_recording}: half of its steps within {error:.1%}")
         if known.scheduler.num_speculative_tokens:
             raise ConfigError("a recording with draft tokens cannot be simulated: whether one is right depends on the text")
@@ -103,27 +107,17 @@ def _read_input(settings: SimulateSettings, serve: ServeSettings) -> _Input:
     requests = load_dataset(serve.dataset, FakeTokenizer(), vocab_size=FakeTokenizer.vocab_size)
     times = due_times(serve, requests)
     arrivals = [
-        Arrival(index, due, request.prompt_len, request.max_tokens, block_hashes=_hashes(request.prompt_token_ids, plan.cache.block_size))
+        Arrival(
+            index, due, request.prompt_len, request.max_tokens, block_hashes=block_hashes(request.prompt_token_ids, plan.cache.block_size)
+        )
         for index, (request, due) in enumerate(zip(requests, times, strict=True))
     ]
     return _Input(plan, arrivals, serve.dataset.label, notes)
 
 
-def _hashes(token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """The real ones, so that datasets share what their prompts share."""
-    from aioengine.core.block_hash import hash_block, root_hash
-
-    hashes: list[bytes] = []
-    parent = root_hash("simulate")
-    for start in range(0, len(token_ids) - block_size + 1, block_size):
-        parent = hash_block(parent, token_ids[start : start + block_size])
-        hashes.append(parent)
-    return hashes
-
-
 def _costs(settings: SimulateSettings, notes: list[str]) -> tuple[StepCost, HostCost]:
     if settings.cost is not None:
-        cost, host, error = fit(read_recording(settings.cost).events)
+        cost, host, error = fit(read_recording(settings.cost))
         notes.append(f"costs fitted to {settings.cost}: half of its steps within {error:.1%}")
         return cost, host
     model, _, device = settings.roofline.partition(",")

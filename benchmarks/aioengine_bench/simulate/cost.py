@@ -7,19 +7,23 @@ count as much as long ones.
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.errors import ConfigError
-from aioengine.events.step_event import Event, StepEvent, StepResultEvent
+from aioengine.events.recording.reader import Recording
+from aioengine.events.step_event import StepEvent, StepResultEvent
 
 FEATURES = ("step", "tokens", "requests", "sampled", "pairs", "context")
 Features = tuple[float, float, float, float, float, float]
 _ROUNDS = 4000
 _MIN_STEPS = 20
+_LEAST_S = 1e-6  # a step that took no time is no reason to divide by it
+_LEAST_HIDDEN_SIZE = 64
 
 
 class StepCost(Protocol):
@@ -120,14 +124,14 @@ class StepFeatures:
         return (1.0, output.total_num_scheduled_tokens, len(samples), num_sampled, pairs, context), samples
 
 
-def fit(events: Iterable[Event]) -> tuple[LinearCost, HostCost, float]:
+def fit(recording: Recording) -> tuple[LinearCost, HostCost, float]:
     """The costs that explain a recording best, and the median relative error of a step. Raises ConfigError for too few steps."""
     features, rows, seconds = StepFeatures(), [], []
     open_steps: dict[int, Features] = {}
     schedule: list[float] = []
     wake: list[float] = []
     update: list[float] = []
-    for event in events:
+    for event in recording.events:
         if isinstance(event, StepEvent):
             open_steps[event.step_id] = features(event.output)[0]
             schedule.append(event.schedule_end - event.schedule_start)
@@ -140,25 +144,62 @@ def fit(events: Iterable[Event]) -> tuple[LinearCost, HostCost, float]:
             update.append(event.update_end - event.update_start)
     if len(rows) < _MIN_STEPS:
         raise ConfigError(f"the recording times {len(rows)} steps of the worker, a cost model needs at least {_MIN_STEPS}")
-    cost = LinearCost(non_negative_least_squares(rows, seconds))
-    errors = [abs(cost(row) - second) / second for row, second in zip(rows, seconds, strict=True) if second > 0]
+    cost = LinearCost(_fit_steps(rows, seconds, hidden_size=_hidden_size(recording.header.config)))
     host = HostCost(statistics.median(schedule), max(0.0, statistics.median(wake)), statistics.median(update))
-    return cost, host, statistics.median(errors) if errors else 0.0
+    return cost, host, statistics.median(_relative_errors(cost, rows, seconds))
 
 
-def non_negative_least_squares(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, ...]:
-    """Weights >= 0 of least squared relative error, by coordinate descent on the normal equations (convex: it finds the minimum)."""
+def _hidden_size(config: Mapping[str, Any]) -> int | None:
+    """Of the recorded model; None: not told, or a model that is none."""
+    model = config.get("model")
+    numbers = [model.get(name) for name in ("num_heads", "head_dim")] if isinstance(model, dict) else []
+    size = math.prod(number for number in numbers if isinstance(number, int)) if len(numbers) == 2 else 0
+    return size if size >= _LEAST_HIDDEN_SIZE else None
+
+
+def _fit_steps(rows: Sequence[Features], seconds: Sequence[float], *, hidden_size: int | None) -> tuple[float, ...]:
+    """Short prompts tell little of what pairs of tokens cost, and long ones have many: a small error there would be a large one.
+
+    So where the data is silent, pairs cost what their arithmetic says: 4 operations for each of `hidden_size` numbers in a layer, where
+    a token has 24 for each square of it (the 12 weights of a layer of Llama's kind). They cost never less, and up to some times
+    more as the data demands: the excess is expected to be about as much again.
+    """
+    found = non_negative_least_squares(rows, seconds)
+    if hidden_size is None:
+        return found
+    ratio = 1 / (6 * hidden_size)
+    tied = [(step, tokens + ratio * pairs, requests, sampled, pairs, context) for step, tokens, requests, sampled, pairs, context in rows]
+    variance = statistics.fmean(error * error for error in _relative_errors(LinearCost(found), rows, seconds))
+    excess = ratio * (found[1] + ratio * found[4])
+    penalties = (0.0, 0.0, 0.0, 0.0, variance / excess**2 if excess else 0.0, 0.0)
+    step, tokens, requests, sampled, pairs, context = non_negative_least_squares(tied, seconds, penalties=penalties)
+    return step, tokens, requests, sampled, pairs + ratio * tokens, context
+
+
+def _relative_errors(cost: StepCost, rows: Sequence[Features], seconds: Sequence[float]) -> list[float]:
+    return [abs(cost(row) - second) / max(second, _LEAST_S) for row, second in zip(rows, seconds, strict=True)]
+
+
+def non_negative_least_squares(
+    rows: Sequence[Sequence[float]], seconds: Sequence[float], *, penalties: Sequence[float] = ()
+) -> tuple[float, ...]:
+    """Weights >= 0 of least squared relative error, by coordinate descent on the normal equations (convex: it finds the minimum).
+
+    penalties: for each weight what its square costs beside the squared errors; none by default.
+    """
     size = len(rows[0])
     scales = [max(row[column] for row in rows) or 1.0 for column in range(size)]
     gram = [[0.0] * size for _ in range(size)]
     right = [0.0] * size
     for row, second in zip(rows, seconds, strict=True):
-        weight = 1 / max(second, 1e-6)
+        weight = 1 / max(second, _LEAST_S)
         scaled = [value / scale * weight for value, scale in zip(row, scales, strict=True)]
         for i in range(size):
             right[i] += scaled[i]
             for j in range(size):
                 gram[i][j] += scaled[i] * scaled[j]
+    for i, penalty in enumerate(penalties):
+        gram[i][i] += penalty / scales[i] ** 2
     found = [0.0] * size
     for _ in range(_ROUNDS):
         for i in range(size):

@@ -57,11 +57,13 @@ class Replica:
 
     def add(self, arrival: Arrival) -> str | None:
         """A request comes; `run` must follow. Returns why it can never run, or None."""
+        if arrival.prompt_len >= self.scheduler.config.max_model_len:  # in words that are the same for all such requests: they are counted
+            return f"the prompt is longer than max_model_len allows ({self.scheduler.config.max_model_len})"
         request = arrival.make_request(block_size=self._block_size)
         try:
             self.scheduler.add_request(request)
-        except InvalidRequestError as exc:
-            return str(exc)
+        except InvalidRequestError:
+            return f"it needs more KV blocks than there are ({self.scheduler.kv_cache_manager.block_pool.num_total_blocks})"
         self._sizes[arrival.request_id] = arrival.prompt_len + arrival.max_tokens
         self.num_outstanding_tokens += arrival.prompt_len + arrival.max_tokens
         if self._events is not None:

@@ -112,24 +112,33 @@ def simulate(
                     replica, due = candidate, time
             if arrival is not None and (due is None or arrival.time <= due):
                 now = max(now, arrival.time)
-                replica = route(arrival)
-                recorder.note_arrival(arrival)
-                if (error := replica.add(arrival)) is not None:
-                    recorder.note_failure(arrival, error)
-                if on_arrival is not None:
-                    on_arrival()
-                arrival = next(coming, None)
+                chosen: dict[int, Replica] = {}
+                while arrival is not None and arrival.time <= now:  # who comes at once is in the queue before a step is planned
+                    replica = route(arrival)
+                    _add(arrival, replica, recorder)
+                    chosen[id(replica)] = replica
+                    if on_arrival is not None:
+                        on_arrival()
+                    arrival = next(coming, None)
+                for replica in chosen.values():
+                    replica.run(now)
             elif replica is not None and due is not None:
                 now = max(now, due)
                 replica.update(now)
+                replica.run(now)
             else:
                 break
-            replica.run(now)
     return SimulatedRun(
         now,
         sum(replica.num_steps for replica in replicas),
         sum(replica.scheduler.totals.num_preemptions for replica in replicas),
     )
+
+
+def _add(arrival: Arrival, replica: Replica, recorder: Recorder) -> None:
+    recorder.note_arrival(arrival)
+    if (error := replica.add(arrival)) is not None:
+        recorder.note_failure(arrival, error)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import chain
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Concatenate, Literal, ParamSpec, TypeVar
 
 import orjson
 
@@ -24,11 +24,15 @@ from aioengine_bench.simulate.arrivals import Arrival
 
 TraceFormat = Literal["azure", "mooncake", "burstgpt"]
 T = TypeVar("T")
+P = ParamSpec("P")
 _MOONCAKE_BLOCK = 512
-_COLUMNS: dict[tuple[str, ...], TraceFormat] = {
-    ("TIMESTAMP", "ContextTokens", "GeneratedTokens"): "azure",
-    ("Timestamp", "Model", "Request tokens", "Response tokens", "Total tokens", "Log Type"): "burstgpt",
+# By the columns that are read: when, tokens of the prompt, tokens of the answer. Those that a format has besides are known, and unused.
+_COLUMNS: dict[TraceFormat, tuple[str, str, str]] = {
+    "azure": ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
+    "burstgpt": ("Timestamp", "Request tokens", "Response tokens"),
 }
+_UNUSED = frozenset({"Session ID", "Elapsed time", "Model", "Total tokens", "Log Type"})  # of BurstGPT's three releases
+_MOONCAKE = frozenset({"timestamp", "input_length", "output_length", "hash_ids"})
 
 
 @dataclass(slots=True)
@@ -38,9 +42,11 @@ class Trace:
     arrivals: list[Arrival]
     skipped: Counter[str] = field(default_factory=Counter)
     first_lines: dict[str, int] = field(default_factory=dict)
+    unknown: Counter[str] = field(default_factory=Counter)  # columns that say what is not simulated, and how many rows have them
 
     def problems(self) -> list[str]:
-        return [f"{count} rows left out: {reason} (first in line {self.first_lines[reason]})" for reason, count in self.skipped.items()]
+        rows = [f"{count} rows left out: {reason} (first in line {self.first_lines[reason]})" for reason, count in self.skipped.items()]
+        return rows + [f"{count} rows have {name!r}, which means nothing here" for name, count in self.unknown.items()]
 
 
 class _Unusable(Exception):
@@ -61,7 +67,7 @@ def read_trace(path: str | Path, *, limit: int | None = None, speed: float = 1.0
     trace, rows = Trace([]), []
     try:
         with path.open(encoding="utf-8", errors="replace", newline="") as file:
-            for number, row in _rows(path, file):
+            for number, row in _rows(path, file, trace.unknown):
                 if isinstance(row, _Row):
                     rows.append(row)
                 else:
@@ -91,29 +97,32 @@ def repeat(arrivals: Sequence[Arrival], num_requests: int) -> Iterator[Arrival]:
         yield one if not turn else replace(one, index=index, time=one.time + turn * period)
 
 
-def _rows(path: Path, file: Iterator[str]) -> Iterator[tuple[int, _Row | str]]:
+def _rows(path: Path, file: Iterator[str], unknown: Counter[str]) -> Iterator[tuple[int, _Row | str]]:
     """(line number, what it holds or why it is left out)."""
     first = next(file, "")
     if first.lstrip().startswith("{"):
         for number, line in enumerate(chain((first,), file), start=1):
-            yield number, _try(_mooncake, line)
+            yield number, _try(_mooncake, line, unknown)
         return
-    columns = tuple(name.strip() for name in first.lstrip("\ufeff").rstrip("\r\n").split(","))
-    if columns not in _COLUMNS:
-        raise ConfigError(
-            f"{path}, line 1: neither Mooncake's JSON lines nor the columns of {' or '.join(_COLUMNS.values())}: {first[:80]!r}"
-        )
-    parse = _azure if _COLUMNS[columns] == "azure" else _burstgpt
+    columns = [name.strip() for name in first.lstrip("\ufeff").rstrip("\r\n").split(",")]
+    kind = next((kind for kind, names in _COLUMNS.items() if set(names) <= set(columns)), None)
+    if kind is None:
+        wanted = " or ".join(", ".join(names) for names in _COLUMNS.values())
+        raise ConfigError(f"{path}, line 1: neither Mooncake's JSON lines nor the columns {wanted}: {first[:80]!r}")
+    places = [columns.index(name) for name in _COLUMNS[kind]]
+    strange = [name for name in columns if name not in _COLUMNS[kind] and name not in _UNUSED]
+    parse = _azure if kind == "azure" else _burstgpt
     for number, cells in enumerate(csv.reader(file), start=2):
         if len(cells) != len(columns):
             yield number, f"{len(cells)} cells where there are {len(columns)} columns"
         else:
-            yield number, _try(parse, cells)
+            unknown.update(strange)
+            yield number, _try(parse, [cells[place] for place in places])
 
 
-def _try(parse: Callable[[T], _Row], text: T) -> _Row | str:
+def _try(parse: Callable[Concatenate[T, P], _Row], text: T, *args: P.args, **kwargs: P.kwargs) -> _Row | str:
     try:
-        return parse(text)
+        return parse(text, *args, **kwargs)
     except _Unusable as exc:
         return str(exc)
 
@@ -127,16 +136,17 @@ def _azure(cells: Sequence[str]) -> _Row:
 
 
 def _burstgpt(cells: Sequence[str]) -> _Row:
-    return _Row(_time(cells[0], 1.0), _count(cells[2], "Request tokens"), _count(cells[3], "Response tokens"))
+    return _Row(_time(cells[0], 1.0), _count(cells[1], "Request tokens"), _count(cells[2], "Response tokens"))
 
 
-def _mooncake(line: str) -> _Row:
+def _mooncake(line: str, unknown: Counter[str]) -> _Row:
     try:
         entry = orjson.loads(line)
     except orjson.JSONDecodeError:
         raise _Unusable("no JSON") from None
     if not isinstance(entry, dict):
         raise _Unusable("no JSON object")
+    unknown.update(name for name in entry if name not in _MOONCAKE)
     content = entry.get("hash_ids", [])
     if not isinstance(content, list) or any(type(name) is not int for name in content):
         raise _Unusable("hash_ids is no list of integers")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -32,6 +33,7 @@ from aioengine_bench.timeline import RequestRecord
 from tests.replay.recordings import make_recording
 
 ROOT = Path(__file__).resolve().parents[3]
+DATA = Path(__file__).with_name("data")
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
 2023-11-16 18:15:50.9951690,396,109
@@ -115,7 +117,10 @@ def test_figures_taken_as_a_run_goes_are_those_of_its_records() -> None:
 def test_a_request_that_cannot_run_fails_and_others_go_on() -> None:
     records, _ = run_detailed(make_plan(), [Arrival(0, 0.0, 5000, 3), Arrival(1, 0.0, 10, 3)])
     assert [(record.index, record.outcome) for record in records] == [(0, "failed"), (1, "completed")]
-    assert "max_model_len is 4096" in records[0].error
+    assert records[0].error == "the prompt is longer than max_model_len allows (4096)"
+    plan = dataclasses.replace(make_plan(), num_kv_cache_blocks=8)
+    records, _ = run_detailed(plan, [Arrival(0, 0.0, 120, 3)])
+    assert records[0].error == "it needs more KV blocks than there are (7)"
 
 
 def test_a_recorded_simulation_can_be_watched_and_run_again(tmp_path: Path) -> None:
@@ -130,7 +135,7 @@ def test_a_recorded_simulation_can_be_watched_and_run_again(tmp_path: Path) -> N
     again = from_recording(recording)
     assert [(a.prompt_len, a.max_tokens) for a in again.arrivals] == [(a.prompt_len, a.max_tokens) for a in arrivals]
     assert [a.time for a in again.arrivals] == pytest.approx([a.time for a in arrivals])
-    cost, host, error = fit(recording.events)
+    cost, host, error = fit(recording)
     assert error < 0.01, "the costs of a simulation are exactly of this form"
     assert host == pytest.approx(HostCost()) or host.schedule_s < 1e-9
     assert cost((1, 100, 1, 1, 5050, 100)) == pytest.approx(0.02, rel=0.05)
@@ -158,10 +163,29 @@ def test_traces_are_read_and_what_is_broken_is_counted_and_named(tmp_path: Path)
     moon = read_trace(write(tmp_path, "m.jsonl", MOONCAKE))
     assert [(a.time, a.prompt_len, list(a.content)) for a in moon.arrivals] == [(0, 1024, [1, 2]), (3, 1500, [1, 2, 3])]
     assert sorted(moon.skipped) == ["hash_ids is no list of integers", "no JSON"]
+    columns = "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type,Mood"
+    newer = f"{columns}\n5,7,2.5,GPT-4,47,18,65,API log,good\n"
+    burst = read_trace(write(tmp_path, "b3.csv", newer))
+    assert [(a.prompt_len, a.max_tokens) for a in burst.arrivals] == [(47, 18)]
+    assert burst.problems() == ["1 rows have 'Mood', which means nothing here"]
+    named = '{"timestamp": 0, "input_length": 8, "output_length": 2, "user": "x"}\n'
+    assert read_trace(write(tmp_path, "m2.jsonl", named)).problems() == ["1 rows have 'user', which means nothing here"]
     with pytest.raises(ConfigError, match="line 1: neither Mooncake"):
         read_trace(write(tmp_path, "c.csv", "time,tokens\n1,2\n"))
     with pytest.raises(ConfigError, match="no usable row; 1 rows left out: the time is no date"):
         read_trace(write(tmp_path, "d.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\nx,1,2\n"))
+
+
+def test_excerpts_of_public_traces_are_read_whole() -> None:
+    """The first rows as they were published (tests/bench/simulate/data/README.md)."""
+    azure = read_trace(DATA / "azure_excerpt.csv")
+    assert (len(azure.arrivals), azure.problems()) == (60, [])
+    assert (azure.arrivals[0].prompt_len, azure.arrivals[0].max_tokens) == (374, 44)
+    moon = read_trace(DATA / "mooncake_excerpt.jsonl")
+    assert (len(moon.arrivals), moon.problems()) == (12, [])
+    records, _ = run_detailed(make_plan(max_model_len=1 << 17).with_settings({"num_kv_cache_blocks": 1 << 15}), moon.arrivals)
+    assert {record.outcome for record in records} == {"completed"}
+    assert all(record.num_cached_tokens >= 512 for record in records if record.index), "all share their first block of 512 tokens"
 
 
 def test_equal_names_of_content_are_served_by_the_prefix_cache(tmp_path: Path) -> None:

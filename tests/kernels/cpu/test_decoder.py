@@ -141,7 +141,7 @@ def test_one_call_is_the_single_operations(kernels: CpuKernels, extras: bool, ge
     assert float((results[0].double() - want).norm() / want.norm()) < 2e-5
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float16, torch.int8])
 def test_threads_share_a_step_without_a_trace(isa: str, kv_dtype: torch.dtype, randn: Randn) -> None:
     """With many rows each thread takes its own, and its share may begin and end inside a request, or read what another writes."""
     layers, _ = make_layers(randn, extras=True, sandwich=True)
