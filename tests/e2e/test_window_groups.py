@@ -38,7 +38,7 @@ def folder_and_answers(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[list[int]], list[list[int]]]:
     """A model's folder, prompts (two begin alike), and what transformers answers to each alone."""
-    model = random_model(CASES[request.param])
+    model: Any = random_model(CASES[request.param])
     folder = tmp_path_factory.mktemp("windows")
     model.save_pretrained(folder)
     tokenizer = byte_level_tokenizer(["<eos>", "<bos>"])
