@@ -14,7 +14,7 @@ from types import MappingProxyType
 import torch
 
 from aioengine_kernels.cpu.abi import AllReduce, CacheGroup, Layer, Matrix, Step
-from aioengine_kernels.cpu.kernels import KV_TYPES, CpuKernels, KvCacheFormat
+from aioengine_kernels.cpu.kernels import CpuKernels, KvCacheFormat
 from aioengine_kernels.cpu.library import ISAS, open_library
 from aioengine_kernels.cpu.packing import FusedMatrix, PackedMatrix
 
@@ -124,7 +124,7 @@ class NativeDecoder:
             "soft_cap": shape.logits_soft_cap or 0.0,
             "isa": ISAS.index(kernels.isa),
             "num_threads": kernels.num_threads,
-            "kv_type": KV_TYPES[f.dtype],
+            "kv_type": f.kv_type(fast=fast),
             "block_size": f.block_size,
             "num_heads": shape.num_heads,
             "num_kv_heads": f.num_kv_heads,

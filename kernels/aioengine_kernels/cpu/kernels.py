@@ -15,6 +15,7 @@ from aioengine_kernels.cpu.library import ISAS, choose_isa, open_library
 from aioengine_kernels.cpu.packing import FusedMatrix, PackedMatrix
 
 KV_TYPES = {torch.float32: 0, torch.float16: 1, torch.int8: 2}
+_FLOAT16_IN_BF16 = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,10 @@ class KvCacheFormat:
             return f"num_heads ({num_heads}) is not a multiple of num_kv_heads ({num_kv_heads})"
         return None
 
+    def kv_type(self, *, fast: bool) -> int:
+        """The number in the C ABI. fast: float16 keys and values are multiplied in bfloat16 where the CPU can."""
+        return _FLOAT16_IN_BF16 if fast and self.dtype == torch.float16 else KV_TYPES[self.dtype]
+
     @property
     def bytes_per_part(self) -> int:
         return self.block_size * (self.head_dim * self.dtype.itemsize + (4 if self.dtype == torch.int8 else 0))
@@ -70,9 +75,13 @@ def _address(x: torch.Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-def _cache_layout(kv_cache: torch.Tensor, f: KvCacheFormat) -> CacheLayout:
+def _cache_layout(kv_cache: torch.Tensor, f: KvCacheFormat, *, fast: bool = False) -> CacheLayout:
     return CacheLayout(
-        kv_type=KV_TYPES[f.dtype], block_size=f.block_size, num_kv_heads=f.num_kv_heads, head_dim=f.head_dim, data=kv_cache.data_ptr()
+        kv_type=f.kv_type(fast=fast),
+        block_size=f.block_size,
+        num_kv_heads=f.num_kv_heads,
+        head_dim=f.head_dim,
+        data=kv_cache.data_ptr(),
     )
 
 
@@ -258,9 +267,13 @@ class CpuKernels:
         scale: float,
         sliding_window: int | None = None,
         soft_cap: float | None = None,
+        fast: bool = False,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:  # [n, num_heads, head_dim] float32
-        """Causal attention of each request's last rows over its cached positions. Slots that no request owns are never read."""
+        """Causal attention of each request's last rows over its cached positions. Slots that no request owns are never read.
+
+        fast: see `KvCacheFormat.kv_type`.
+        """
         n, num_heads, dim = query.shape
         f = cache_format
         num_reqs = seq_lens.shape[0]
@@ -276,7 +289,7 @@ class CpuKernels:
         else:
             _check_rows("out", out, (n, num_heads, dim))
         args = AttentionArgs(
-            cache=_cache_layout(kv_cache, f),
+            cache=_cache_layout(kv_cache, f, fast=fast),
             isa=self._isa,
             num_heads=num_heads,
             num_threads=self.num_threads,

@@ -179,7 +179,7 @@ def test_layers_of_other_groups_share_a_cache_and_read_nothing_behind_their_wind
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float16, torch.int8])
 def test_threads_share_a_step_without_a_trace(isa: str, kv_dtype: torch.dtype, randn: Randn) -> None:
     """With many rows each thread takes its own, and its share may begin and end inside a request, or read what another writes."""
     layers, _ = make_layers(randn, extras=True, sandwich=True)

@@ -10,6 +10,14 @@
 
 constexpr int kTile = 64;
 constexpr int kSpan = 256;
+
+#if AIO_ISA == 512
+#include "bf16.h"
+#else
+constexpr int kBf16Rows = 1;  // none has bfloat16
+AIO_INLINE vf vexp_brief(vf x) { return vexp(x); }
+#endif
+
 // Query rows that pass over a run of keys together: multiples of kScoreRows, and their queries, scores and sums stay in L2.
 constexpr i64 kWantedTileRows = 48;
 constexpr float kMasked = -__builtin_inff();
@@ -20,7 +28,7 @@ struct BlockSizes {
   i64 block;  // of all heads
 };
 
-AIO_INLINE i64 kv_width(int kv_type) { return kv_type == kKvF32 ? 4 : kv_type == kKvF16 ? 2 : 1; }
+AIO_INLINE i64 kv_width(int kv_type) { return kv_type == kKvF32 ? 4 : kv_type == kKvI8 ? 1 : 2; }
 
 AIO_INLINE BlockSizes block_sizes(const CacheLayout& c) {
   BlockSizes s;
@@ -135,13 +143,15 @@ AIO_INLINE void value_columns(const float* p, const uint8_t* const* values, cons
 }
 
 // Online softmax of one row over one tile: scores become weights, acc is rescaled.
+template <bool brief>
 AIO_INLINE void softmax_row(float* scores, int lo, int hi, float soft_cap, float* m, float* l, float* acc, int head_dim) {
   vf s[4 * kV], most = vset(kMasked);
+  const bool sees_all = lo <= 0 && hi >= kTile;
 #pragma GCC unroll 8
   for (int v = 0; v < 4 * kV; v++) {
     s[v] = vload(scores + v * kW);
     if (soft_cap > 0.0f) s[v] = vmul(vset(soft_cap), vtanh(vdiv(s[v], vset(soft_cap))));
-    s[v] = vlanes(s[v], lo - v * kW, hi - v * kW, vset(kMasked));
+    if (!sees_all) s[v] = vlanes(s[v], lo - v * kW, hi - v * kW, vset(kMasked));
     most = vmax(most, s[v]);
   }
   const float top = vhmax(most);
@@ -154,15 +164,17 @@ AIO_INLINE void softmax_row(float* scores, int lo, int hi, float soft_cap, float
   vf sum = vzero();
 #pragma GCC unroll 8
   for (int v = 0; v < 4 * kV; v++) {
-    const vf p = vexp(vsub(s[v], vset(*m)));  // exactly 0 where masked
+    const vf x = vsub(s[v], vset(*m)), p = brief ? vexp_brief(x) : vexp(x);  // exactly 0 where masked
     sum = vadd(sum, p);
     vstore(scores + v * kW, p);
   }
   *l += vsum(sum);
 }
 
-template <int T>
+// `pairs`: products in bfloat16, of a float16 cache.
+template <int T, bool pairs>
 struct Attend {
+  static constexpr i64 kMostRows = pairs ? kBf16Rows : kScoreRows;
   const AttentionArgs& a;
   const BlockSizes sizes;
   const int group, dim, block_size;
@@ -175,13 +187,19 @@ struct Attend {
     return a.cache.data + block * sizes.block + head * sizes.head + part * sizes.part;
   }
 
-  // q, scaled, as groups of at most kScoreRows rows: [head_dim][rows of the group].
+  // q, scaled, as groups of at most kMostRows rows: [head_dim][rows of the group], or pairs [head_dim / 2][rows of the group].
   void pack_query(const TileWork& w, float* out) const {
-    const RowTiles groups(w.tokens * group, kScoreRows);
+    const RowTiles groups(w.tokens * group, kMostRows);
     for (i64 t = 0; t < groups.count; t++) {
       const i64 rows = groups.rows(t), first = groups.first(t);
       for (i64 i = 0; i < rows; i++) {
         const float* q = a.query + (w.token + (first + i) / group) * a.query_stride + (w.head * group + (first + i) % group) * dim;
+#if AIO_ISA == 512
+        if (pairs) {
+          pack_row(q, a.scale, dim, (uint32_t*)out + first * (dim / 2) + i, rows);
+          continue;
+        }
+#endif
         for (int d = 0; d < dim; d++) out[first * dim + d * rows + i] = q[d] * a.scale;
       }
     }
@@ -231,7 +249,8 @@ struct Attend {
   }
 
   // Positions of [tile, tile + 64) that some row of the work sees: keys begin .. end.
-  void attend_tile(const TileWork& w, const float* q, i64 tile, i64 begin, i64 end, float* scores, const Softmax& state) const {
+  void attend_tile(const TileWork& w, const float* q, i64 tile, i64 begin, i64 end, float* scores, uint32_t* packed,
+                   const Softmax& state) const {
     const i64 rows = w.tokens * group;
     const int run0 = (int)((begin - tile) / 16), runs = (int)ceil_div(end - tile, 16) - run0;
     const uint8_t *keys[4], *values[4];
@@ -247,7 +266,10 @@ struct Attend {
         __builtin_memcpy(value_scales + (run0 + s) * 16, v + scales, 64);
       }
     }
-    score(q, rows, keys, values + run0, runs, scores + run0 * 16);
+#if AIO_ISA == 512
+    if (pairs) score_all_pairs((const uint32_t*)q, rows, {nullptr, keys, values + run0, dim, block_size}, runs, packed, scores + run0 * 16);
+#endif
+    if (!pairs) score(q, rows, keys, values + run0, runs, scores + run0 * 16);
     for (i64 r = 0; r < rows; r++) {
       float* row = scores + r * kTile;
       const i64 position = w.position + r / group;
@@ -255,7 +277,7 @@ struct Attend {
       if (T == kKvI8)
         for (int t = (int)(begin - tile); t < end - tile; t++) row[t] *= key_scales[t];
       if (lo < hi) {
-        softmax_row(row, (int)lo, (int)hi, a.soft_cap, state.m + r, state.l + r, state.acc + r * dim, dim);
+        softmax_row<pairs>(row, (int)lo, (int)hi, a.soft_cap, state.m + r, state.l + r, state.acc + r * dim, dim);
       } else {
         for (int t = 0; t < kTile; t += kW) vstore(row + t, vzero());
       }
@@ -264,16 +286,24 @@ struct Attend {
     }
     const uint8_t* next[4];
     find_next(w, tile, next);
+#if AIO_ISA == 512
+    if (pairs) {
+      const int first = (int)(begin - tile), last = (int)(end - tile);
+      uint32_t* weights = packed + kTile / 2 * dim;
+      pack_weights(scores, rows, weights);
+      return add_all_pairs(weights, rows, {nullptr, values, next, first, last, dim, block_size}, packed, state.acc);
+    }
+#endif
     accumulate(scores, rows, values, next, (int)(begin - tile), (int)(end - tile), state.acc);
   }
 
-  void attend_span(const TileWork& w, const float* q, i64 span, float* scores, const Softmax& state) const {
+  void attend_span(const TileWork& w, const float* q, i64 span, float* scores, uint32_t* packed, const Softmax& state) const {
     const i64 rows = w.tokens * group;
     for (i64 r = 0; r < rows; r++) state.m[r] = kMasked, state.l[r] = 0.0f;
     __builtin_memset(state.acc, 0, rows * dim * sizeof(float));
     const i64 first = a.window ? imax(0, w.position - a.window + 1) : 0, last = w.position + w.tokens;
     for (i64 tile = imax(span * kSpan, first / kTile * kTile); tile < imin((span + 1) * kSpan, last); tile += kTile)
-      attend_tile(w, q, tile, imax(tile, first), imin(tile + kTile, last), scores, state);
+      attend_tile(w, q, tile, imax(tile, first), imin(tile + kTile, last), scores, packed, state);
   }
 
   // `into` += `from`, row by row.
@@ -302,15 +332,18 @@ struct Attend {
 
   void run(const TileWork& w) const {
     const i64 rows = w.tokens * group;
-    float* memory = (float*)scratch(1, (rows * dim + rows * kTile + 2 * state_floats(rows) + 64) * sizeof(float));
-    float *q = memory, *scores = q + rows * dim;
+    // For a tile in pairs: its keys, later its values, and the rows' weights.
+    const i64 packed_floats = pairs ? kTile / 2 * (dim + rows) : 0;
+    float* memory = (float*)scratch(1, (packed_floats + rows * dim + rows * kTile + 2 * state_floats(rows) + 64) * sizeof(float));
+    uint32_t* packed = (uint32_t*)memory;
+    float *q = memory + packed_floats, *scores = q + rows * dim;
     const Softmax first = state_at(w.partial ? w.partial : scores + rows * kTile, rows);
     const Softmax next = state_at(scores + rows * kTile + state_floats(rows), rows);
     pack_query(w, q);
-    attend_span(w, q, w.first_span, scores, first);
+    attend_span(w, q, w.first_span, scores, packed, first);
     if (w.partial) return;
     for (i64 span = w.first_span + 1; span < w.last_span; span++) {
-      attend_span(w, q, span, scores, next);
+      attend_span(w, q, span, scores, packed, next);
       merge(first, next, rows);
     }
     write_out(w, first);
@@ -337,9 +370,9 @@ static void visit_tiles(const AttentionArgs& a, const Visit& visit) {
   }
 }
 
-template <int T>
+template <int T, bool pairs = false>
 static void attention_type(const AttentionArgs& a) {
-  const Attend<T> attend(a);
+  const Attend<T, pairs> attend(a);
   i64 tiles = 0, items = 0, floats = 0;
   visit_tiles(a, [&](const TileWork& w) {
     const i64 spans = w.last_span - w.first_span;
@@ -380,6 +413,11 @@ static void attention_type(const AttentionArgs& a) {
 static void attention(const AttentionArgs* a) {
   switch (a->cache.kv_type) {
     case kKvF32: return attention_type<kKvF32>(*a);
+    case kKvF16Fast:
+#if AIO_ISA == 512
+      if (has_bf16()) return attention_type<kKvF16, true>(*a);
+#endif
+      return attention_type<kKvF16>(*a);
     case kKvF16: return attention_type<kKvF16>(*a);
     case kKvI8: return attention_type<kKvI8>(*a);
   }

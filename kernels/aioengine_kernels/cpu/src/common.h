@@ -34,7 +34,8 @@ enum Format : int32_t {
   kMXFP4 = 14,
 };
 
-enum KvType : int32_t { kKvF32 = 0, kKvF16 = 1, kKvI8 = 2 };
+// kKvF16Fast: float16, multiplied in bfloat16 where the CPU can (bf16.h).
+enum KvType : int32_t { kKvF32 = 0, kKvF16 = 1, kKvI8 = 2, kKvF16Fast = 3 };
 
 // The structures below are passed by address. abi.py declares the same fields; layout.cpp tells it every size and offset, and a
 // library whose layout differs is refused.

@@ -105,7 +105,8 @@ static void rope_cache_type(const RopeCacheArgs& a) {
 static void rope_cache(const RopeCacheArgs* a) {
   switch (a->cache.kv_type) {
     case kKvF32: return rope_cache_type<kKvF32>(*a);
-    case kKvF16: return rope_cache_type<kKvF16>(*a);
+    case kKvF16:
+    case kKvF16Fast: return rope_cache_type<kKvF16>(*a);
     case kKvI8: return rope_cache_type<kKvI8>(*a);
   }
 }

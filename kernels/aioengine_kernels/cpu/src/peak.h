@@ -51,7 +51,6 @@ __attribute__((target("avx512bf16"))) static double bf16_loop(i64 repeats) {
   keep(c);
   return 2.0 * 32 * kSums * (double)repeats;
 }
-static bool has_bf16() { return __builtin_cpu_supports("avx512bf16"); }
 #elif AIO_ISA == 2
 // As the products of 4-bit weights do it: vpmaddubsw, and an addition in 16 bits.
 static double int8_loop(i64 repeats) {
