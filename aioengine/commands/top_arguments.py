@@ -103,7 +103,7 @@ def _top(args: argparse.Namespace, start_time: float) -> None:
 def _top_runs(args: argparse.Namespace) -> None:
     """What is made of whole recordings."""
     name = "--compare" if args.compare else "--trace" if args.trace is not None else "--report"
-    for other in ("demo", "tour", "web", *"verify", *(("trace", "report", "once") if args.compare else ("once", "json"))):
+    for other in ("demo", "tour", "web", "verify", *(("trace", "report", "once") if args.compare else ("once", "json"))):
         if getattr(args, other):
             args.parser.error(f"argument {name}: not allowed with --{other}")
     count = 2 if args.compare else 1
