@@ -411,7 +411,8 @@ class EngineConfig:
             weights=weights,
             allow_dense=allow_dense,
             attention_backend=attention_backend,
-            enforce_eager=self.enforce_eager,
+            # Nobody has captured NCCL's sums in a graph yet.
+            enforce_eager=self.enforce_eager or (device == "cuda" and self.tensor_parallel_size > 1),
             num_threads=self.num_threads,
             logprobs_mode=self.logprobs_mode,
             logits_processors=self.logits_processors,

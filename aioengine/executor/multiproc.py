@@ -31,15 +31,18 @@ def create_multiproc_executor(config: ResolvedConfig, *, files: ModelFiles) -> R
 
 
 class LocalRanks:
-    def __init__(self, files: ModelFiles) -> None:
+    """program: the module that a rank runs."""
+
+    def __init__(self, files: ModelFiles, *, program: str = "aioengine.executor.rank") -> None:
         self._files = files
+        self._program = program
 
     def launch(self, config: ResolvedConfig) -> Sequence[LocalRank]:
         size = config.parallel.tensor_parallel_size
         started: list[LocalRank] = []
         try:
             for rank in range(size):
-                process = _start_process()
+                process = _start_process(self._program)
                 started.append(process)
                 start = RankStart(rank, size, _HOST, _own_config(config, rank), self._files, log_level())
                 process.connection.send_bytes(dump(start))
@@ -81,12 +84,12 @@ class LocalRank:
         self._process.kill()
 
 
-def _start_process() -> LocalRank:
+def _start_process(program: str) -> LocalRank:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         process = subprocess.Popen(
             # -P: what lies in the current folder is no module of ours.
-            [sys.executable, "-P", "-m", "aioengine.executor.rank", str(theirs.fileno())],
+            [sys.executable, "-P", "-m", program, str(theirs.fileno())],
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=2,  # standard output is the program's: text, JSON, a picture

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from multiprocessing.connection import Connection
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from aioengine.distributed.group import SINGLE_RANK, Group, join_group, open_store
 from aioengine.executor.rank_messages import MEET, PING, PREPARE, RankStart, dump, fingerprint, load, portable
-from aioengine.executor.uniproc import UniProcExecutor
+from aioengine.executor.uniproc import UniProcExecutor, WorkerProtocol
 from aioengine.executor.worker_thread import WorkerThread
 
 if TYPE_CHECKING:
@@ -35,11 +36,14 @@ def main() -> None:
     run_rank(connection)
 
 
-def run_rank(connection: Connection[Any, Any]) -> None:
-    """Serve until the other end is closed; then the process ends at once, with whatever it is doing."""
+def run_rank(connection: Connection[Any, Any], *, make_worker: Callable[[], WorkerProtocol] | None = None) -> None:
+    """Serve until the other end is closed; then the process ends at once, with whatever it is doing.
+
+    make_worker: instead of the real one, which takes part in a group.
+    """
     try:
         start: RankStart = load(connection.recv_bytes())
-        rank = _Rank(connection, start)
+        rank = _Rank(connection, start, make_worker)
         while True:
             rank.take(*load(connection.recv_bytes()))
     except (EOFError, OSError):
@@ -48,12 +52,13 @@ def run_rank(connection: Connection[Any, Any]) -> None:
 
 
 class _Rank:
-    def __init__(self, connection: Connection[Any, Any], start: RankStart) -> None:
+    def __init__(self, connection: Connection[Any, Any], start: RankStart, make_worker: Callable[[], WorkerProtocol] | None) -> None:
         self._connection = connection
+        self._has_group = start.size > 1 and make_worker is None
         self._start = start
         self._send_lock = threading.Lock()
         self._starter = WorkerThread("aioengine-rank-start")
-        self._executor = UniProcExecutor(start.config, worker_factory=self._create_worker)
+        self._executor = UniProcExecutor(start.config, worker_factory=make_worker or self._create_worker)
         self._store: object = None  # of rank 0, kept for the others
         self._meeting_point = ("", 0)
         self._forward_log()
@@ -69,12 +74,7 @@ class _Rank:
         elif method == MEET:
             future = self._starter.submit(self._note_meeting_point, *args)
         elif method == "collective_rpc":
-            try:
-                function, function_args = load(args[0])
-            except Exception as exc:
-                self._answer_error(call_id, exc)
-                return
-            future = self._executor.collective_rpc(function, *function_args)
+            future = self._executor.collective_rpc(_call_by_worker, args[0])
         else:
             future = getattr(self._executor, method)(*args)
         future.add_done_callback(partial(self._answer, call_id, method))
@@ -83,7 +83,7 @@ class _Rank:
         """Import what takes seconds, before anybody counts them. Rank 0 opens the store; the others answer 0."""
         import aioengine.worker.worker  # noqa: F401
 
-        if self._start.rank or self._start.size == 1:
+        if self._start.rank or not self._has_group:
             return 0
         self._store, port = open_store(self._start.host)
         return port
@@ -94,10 +94,8 @@ class _Rank:
     def _create_worker(self) -> Worker:
         from aioengine.worker.worker import Worker
 
-        start, group = self._start, SINGLE_RANK
-        if start.size > 1:
-            return Worker(start.config, files=start.files, group=self._join())
-        return Worker(start.config, files=start.files, group=group)
+        start = self._start
+        return Worker(start.config, files=start.files, group=self._join() if self._has_group else SINGLE_RANK)
 
     def _join(self) -> Group:
         start, (host, port) = self._start, self._meeting_point
@@ -136,6 +134,12 @@ class _Rank:
         logger.setLevel(self._start.log_level if self._start.rank == 0 else max(self._start.log_level, logging.ERROR))
         logger.addHandler(_ForwardHandler(self._send))
         logger.propagate = False
+
+
+def _call_by_worker(worker: Worker, data: bytes) -> Any:
+    """In the worker's thread, as what is unpickled may import a lot."""
+    method, args = load(data)
+    return getattr(worker, method)(*args) if isinstance(method, str) else method(worker, *args)
 
 
 class _ForwardHandler(logging.Handler):

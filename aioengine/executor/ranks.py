@@ -91,6 +91,7 @@ class RanksExecutor:
         self._changed = threading.Condition()  # guards what follows
         self._calls: dict[int, _Call] = {}
         self._num_calls = 0
+        self._failed_calls: set[int] = set()
         self._failure: BaseException | None = None
         self._suspicion: tuple[float, BaseException] | None = None  # a rank lost another: since when, and its error
         self._is_shut_down = False
@@ -151,6 +152,8 @@ class RanksExecutor:
             for thread in self._threads:
                 if thread is not threading.current_thread():
                     thread.join()
+            for process in self._processes:
+                process.connection.close()
             self._launcher.close()
 
     # ------------------------------------------------------------------ to the ranks
@@ -211,6 +214,8 @@ class RanksExecutor:
         """A call before all others, in the sender's thread, which waits for it."""
         future: Future[list[Any]] = Future()
         with self._changed:
+            if self._is_shut_down or self._failure is not None:  # whoever did that has not seen this call
+                raise EngineDeadError("the executor was shut down while it started") from self._failure
             self._num_calls += 1
             call_id = self._num_calls
             self._calls[call_id] = _Call(method, future, lambda answers: answers, set(range(len(self._processes))))
@@ -284,6 +289,9 @@ class RanksExecutor:
 
     def _fail_call(self, call_id: int, error: BaseException) -> None:
         with self._changed:
+            if call_id in self._failed_calls:
+                return  # another rank has said so
+            self._failed_calls.add(call_id)
             call = self._calls.pop(call_id, None)
             if call is None:  # rank 0 has answered: whatever waits now builds on this call
                 calls, self._calls = list(self._calls.values()), {}

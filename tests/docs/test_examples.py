@@ -40,7 +40,7 @@ def load(name: str) -> dict[str, Any]:
 def test_all_are_short_tested_here_and_shown_in_the_docs() -> None:
     page = (ROOT / "docs/examples.md").read_text(encoding="utf-8")
     tests = (ROOT / "tests/docs/test_examples.py").read_text(encoding="utf-8")
-    assert len(NAMES) == 10
+    assert len(NAMES) == 11
     assert [name for name in NAMES if len((EXAMPLES / name).read_text().splitlines()) >= MAX_LINES] == []
     assert [name for name in NAMES if f'"examples/{name}"' not in page or f'("{name}"' not in tests] == []
 
@@ -101,3 +101,9 @@ def test_read_recording(run: Callable[..., str]) -> None:
     assert "whale waited: " in out
     header = json.loads((ROOT / "docs/tour.jsonl").read_text(encoding="utf-8").splitlines()[0])
     assert header["schema_version"] >= 2
+
+
+def test_ray_serve() -> None:
+    """What it is beside others: tests/replicas/test_ray_serve.py."""
+    pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install aioengine[ray-serve]")
+    assert load("ray_serve.py")["app"] is not None

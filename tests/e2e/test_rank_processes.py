@@ -16,12 +16,15 @@ from typing import Any
 import pytest
 
 from aioengine import AsyncEngine, RequestOutput, SamplingParams
-from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.errors import ConfigError, EngineDeadError
-from aioengine.worker.worker import Worker
+from aioengine_bench.workloads import load_workload
 from tests.e2e.test_tensor_parallel import requests
+from tests.executor.in_ranks import fail_alone, num_held
 from tests.waiting import until
 
+QUESTIONS = [
+    f"Tell me {what} about {topic}." for what in ("a story", "three facts", "the truth") for topic in ("cats", "rain", "Rome", "salt")
+]
 GREEDY = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
 
 
@@ -101,16 +104,6 @@ async def test_a_rank_that_is_stopped_ends_the_engine_with_its_name(tiny_model: 
     assert re.search(r"rank 1 of 2 \(process \d+\) has not answered for \d+ s: it is stopped", cause), cause
 
 
-def fail_alone(worker: Worker, rank: int) -> None:
-    """From the next step on."""
-
-    def fail(scheduler_output: SchedulerOutput) -> None:
-        raise ZeroDivisionError("this rank alone")
-
-    if worker.group.rank == rank:
-        worker.execute_model = fail  # type: ignore[method-assign]
-
-
 @pytest.mark.ci
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_an_exception_in_one_rank_ends_the_engine_with_it(rank: int, tiny_model: Path) -> None:
@@ -175,6 +168,52 @@ def test_ranks_end_with_the_process_that_started_them(tiny_model: Path) -> None:
         time.sleep(0.05)
 
 
+FULL = 'mount -t tmpfs -o size=64k tmpfs /dev/shm && (cat /dev/zero > /dev/shm/all 2> /dev/null; exec "$@")'
+
+
+@pytest.mark.ci
+def test_ranks_need_no_shared_memory(tiny_model: Path) -> None:
+    """In a mount namespace whose /dev/shm is full."""
+    if subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], capture_output=True, check=False).returncode:
+        pytest.skip("no mount namespace can be made here (it takes root)")
+    program = PARENT.replace("* 400, GREEDY", "* 4, GREEDY").replace("progress=False)", "progress=False)\n        print('done')")
+    command = ["unshare", "-m", "sh", "-c", FULL, "sh", sys.executable, "-c", program, str(tiny_model)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100, check=False)
+    assert done.stdout.split() == ["ready", "done"], done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.model
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("num_requests", [12, 64])
+async def test_three_ranks_of_the_built_in_model_give_the_tokens_of_one(num_requests: int) -> None:
+    """Nine heads and three KV heads: 12 chats, and the 64 requests of "mixed"."""
+    workload = load_workload("mixed")
+    prompts: list[Any] = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    params = [SamplingParams(max_tokens=24, logprobs=1, temperature=0.8 * (i % 2), seed=i) for i in range(len(QUESTIONS))]
+    if num_requests == 64:
+        prompts = [request.prompt_token_ids for request in workload.requests]
+        params = [SamplingParams(max_tokens=each.max_tokens, logprobs=1, temperature=0.0, ignore_eos=True) for each in workload.requests]
+    results = []
+    for size in (1, 3):
+        async with make_engine(Path("smollm2"), size, num_kv_cache_blocks=1600, max_num_seqs=32, max_model_len=512) as engine:
+            outputs = await engine.generate_batch(prompts, params, progress=False)
+            results.append([tokens_of(output) for output in outputs])
+    alone, ranks = results
+    assert len(ranks) == num_requests
+    assert [each[0] for each in ranks] == [each[0] for each in alone]
+    for ours, theirs in zip(ranks, alone, strict=True):
+        assert ours[1] == pytest.approx(theirs[1], abs=1e-4)
+
+
+@pytest.mark.model
+async def test_two_ranks_of_the_built_in_model_are_refused_with_the_reason() -> None:
+    refused = r"tensor_parallel_size 2 does not divide the 9 attention heads and the 3 KV heads of smollm2; sizes that do: 1, 3"
+    with pytest.raises(ConfigError, match=refused):
+        await AsyncEngine("smollm2", tensor_parallel_size=2).start()
+
+
 @pytest.mark.ci
 async def test_a_thousand_aborts_leave_nothing_in_any_rank(tiny_model: Path) -> None:
     async with make_engine(tiny_model) as engine:
@@ -190,9 +229,3 @@ async def test_a_thousand_aborts_leave_nothing_in_any_rank(tiny_model: Path) -> 
         executor = engine._life.executor
         assert executor is not None
         assert await asyncio.wrap_future(executor.collective_rpc(num_held)) == [(0, 8), (0, 8)]
-
-
-def num_held(worker: Worker) -> tuple[int, int]:
-    """Requests that the worker knows, and its free places."""
-    states = worker.runner.states
-    return states.num_requests, states.num_free_slots
