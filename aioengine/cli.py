@@ -331,10 +331,12 @@ def _pull(args: argparse.Namespace, start_time: float) -> None:
 def _add_doctor(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="say what this machine offers the engine, and what is missing",
-        description="Say what this machine offers the engine, and what is missing. Exit status 1 if models run on the slow path.",
-        usage="aioengine doctor",
+        help="say what this machine offers the engine, what is missing, and which path a model takes",
+        description="Say what this machine offers the engine, and what is missing; of a model, which code runs it and why. "
+        "Exit status 1 if models run on the slow path of this machine, or if the model cannot be served.",
+        usage="aioengine doctor [MODEL]",
     )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="a model, as --model names it; nothing is fetched")
     options.add_log_option(parser)
     parser.set_defaults(handler=_doctor)
 
@@ -342,4 +344,4 @@ def _add_doctor(commands: argparse._SubParsersAction[_Parser]) -> None:
 def _doctor(args: argparse.Namespace, start_time: float) -> int:
     from aioengine.commands.doctor import doctor
 
-    return 0 if doctor() else 1
+    return 0 if doctor(args.model) else 1

@@ -78,6 +78,10 @@ class AttentionBackend(ABC):
     def __init__(self, config: AttentionConfig) -> None:
         self.config = config
 
+    def with_config(self, config: AttentionConfig) -> AttentionBackend:
+        """The same backend for another configuration, which it supports."""
+        return type(self)(config)
+
     @classmethod
     @abstractmethod
     def supports(cls, config: AttentionConfig, device: torch.device) -> str | None:

@@ -33,6 +33,12 @@ class CpuPagedBackend(AttentionBackend):
 
         return load_kernels()
 
+    def with_config(self, config: AttentionConfig) -> CpuPagedBackend:
+        """With the same kernels, and their number of threads."""
+        other = CpuPagedBackend(config)
+        other.kernels = self.kernels
+        return other
+
     @cached_property
     def cache_format(self) -> KvCacheFormat:
         from aioengine_kernels.cpu import KvCacheFormat

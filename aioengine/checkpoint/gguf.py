@@ -16,6 +16,7 @@ import torch
 from gguf.constants import GGMLQuantizationType
 
 from aioengine.checkpoint.dequantize import dequantize_into, plain_dtype
+from aioengine.checkpoint.gguf_experts import expert_name
 from aioengine.checkpoint.gguf_header import ArrayInfo, Cursor, TensorInfo, map_file, parse_header
 from aioengine.checkpoint.stored_tensor import PackedRows, StoredTensor, Zeros
 from aioengine.errors import ModelError
@@ -133,14 +134,21 @@ class GGUFFile:
         """A matrix is stored in blocks of few bits."""
         return any(len(info.shape) > 1 and info.kind not in _FLOAT_KINDS for info in self.header.tensors)
 
-    def tensors(self) -> Iterator[GGUFTensor]:
-        """Every weight, renamed. Raises ModelError for a tensor that no supported architecture has."""
+    def tensors(self, *, has_experts: bool = False) -> Iterator[GGUFTensor]:
+        """Every weight, renamed; of a tensor that holds all experts of a layer, each by itself.
+
+        Raises ModelError for a tensor that no supported architecture has.
+        """
         for info in self.header.tensors:
             if not _REPEATED.fullmatch(info.name):
                 architecture = self.header.architecture
-                name = transformers_name(info.name, self.header.path, architecture=architecture)
-                with_one = architecture in _NORMS_WITH_ONE and info.name.endswith("norm.weight")
-                yield GGUFTensor(self, info, name, self._heads_to_unpermute(info), -1.0 if with_one else 0.0)
+                name = transformers_name(info.name, self.header.path, architecture=architecture, has_experts=has_experts)
+                if len(info.shape) == 3 and "{}" in name:
+                    for expert in range(info.shape[0]):
+                        yield GGUFTensor(self, info, name.format(expert), 0, expert=expert)
+                else:
+                    with_one = architecture in _NORMS_WITH_ONE and info.name.endswith("norm.weight")
+                    yield GGUFTensor(self, info, name, self._heads_to_unpermute(info), -1.0 if with_one else 0.0)
 
     def _heads_to_unpermute(self, info: TensorInfo) -> int:
         """How many heads' rows to put back in order; 0: none.
@@ -170,10 +178,11 @@ class GGUFTensor:
     name: str
     permuted_heads: int
     offset: float = 0.0  # to add to a vector's numbers
+    expert: int | None = None  # the tensor is this slice of what the file holds
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.info.shape
+        return self.info.shape if self.expert is None else self.info.shape[1:]
 
     def read_into(self, out: torch.Tensor) -> None:
         if len(self.shape) > 1:
@@ -197,14 +206,17 @@ class GGUFTensor:
     def _rows(self) -> torch.Tensor:
         """[rows, bytes_per_row] uint8 in transformers' order; blocks run along a row, so rows move whole."""
         rows = self.file.raw(self.info)
+        if self.expert is not None:
+            return rows[self.expert].view(self.shape[0], -1)
         return _unpermute(rows, self.permuted_heads) if self.permuted_heads else rows
 
 
 def open_gguf(paths: Sequence[Path]) -> Iterator[StoredTensor]:
     """Every weight of a model, in one file or several, and zeros for biases that only some of its matrices have."""
     files = [GGUFFile(path) for path in paths]
+    has_experts = bool(files[0].count("expert_count"))
     for file in files:
-        yield from file.tensors()
+        yield from file.tensors(has_experts=has_experts)
     biased = biased_parts([info.name for file in files for info in file.header.tensors], files[0].header.architecture)
     names = {info.name for file in files for info in file.header.tensors}
     for file in files:
@@ -237,14 +249,19 @@ def _unpermute(rows: torch.Tensor, heads: int) -> torch.Tensor:
     return rows.view(heads, -1, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
 
 
-def transformers_name(name: str, path: Path, *, architecture: str) -> str:
-    """ "blk.3.attn_q.weight" -> "model.layers.3.self_attn.q_proj.weight". Raises ModelError for an unknown name."""
+def transformers_name(name: str, path: Path, *, architecture: str, has_experts: bool = False) -> str:
+    """ "blk.3.attn_q.weight" -> "model.layers.3.self_attn.q_proj.weight". Raises ModelError for an unknown name.
+
+    The name of a tensor of all experts of a layer has "{}" for the number of one.
+    """
     base, _, kind = name.rpartition(".")
     if base in _TOP_NAMES:
         return f"{_TOP_NAMES[base]}.{kind}"
     prefix, _, rest = base.partition(".")
     layer, _, part = rest.partition(".")
     known = _OTHER_NAMES.get(architecture, {}).get(part) or _LAYER_NAMES.get(part)
+    if known is None and has_experts:
+        known = expert_name(part, architecture=architecture)
     if prefix != "blk" or known is None:
         raise ModelError(f"{path}: tensor {name!r} belongs to a kind of model that is not supported")
     return f"model.layers.{layer}.{known}.{kind}"

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from aioengine.checkpoint.gguf import ARCHITECTURES, ROPE_FACTORS, GGUFFile, biased_parts, read_vector, transformers_name
+from aioengine.checkpoint.gguf_experts import EXPERT_FAMILIES
 from aioengine.checkpoint.gguf_header import ArrayInfo
 from aioengine.checkpoint.gguf_vocabulary import Vocabulary
 from aioengine.errors import ModelError
@@ -119,9 +120,10 @@ def check_file(files: Sequence[GGUFFile]) -> None:
     if kind != "model":
         raise ModelError(f"{path}: general.type is {kind!r:.200}: the file is no model of its own")
     experts = files[0].count("expert_count")
-    if header.architecture not in ARCHITECTURES or experts:
+    if header.architecture not in (EXPERT_FAMILIES if experts else ARCHITECTURES):
         name = header.architecture + (" with experts" if experts else "")
-        raise ModelError(f"{path}: architecture {name!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
+        known = ", ".join(dict.fromkeys([*ARCHITECTURES, *EXPERT_FAMILIES]))
+        raise ModelError(f"{path}: architecture {name!r} is not supported; supported: {known}")
     total = metadata.get("split.count", len(files))
     if total not in (len(files), 0):
         raise ModelError(f"{path}: split.count is {total!r:.200}, found {len(files)}; files of a split model must keep their names")
@@ -133,7 +135,9 @@ def check_file(files: Sequence[GGUFFile]) -> None:
     for file in files:
         for info in file.header.tensors:
             if info.name != ROPE_FACTORS and not info.name.endswith(".attn_rot_embd.weight"):
-                transformers_name(info.name, file.header.path, architecture=header.architecture)  # before weights are read
+                transformers_name(
+                    info.name, file.header.path, architecture=header.architecture, has_experts=bool(experts)
+                )  # before weights are read
 
 
 def config_json(files: Sequence[GGUFFile], vocabulary: Vocabulary) -> dict[str, Any]:
@@ -147,7 +151,7 @@ def config_json(files: Sequence[GGUFFile], vocabulary: Vocabulary) -> dict[str, 
         raise keys.refusal("attention.head_count", heads, f"must be at most embedding_length ({hidden})")
     biased = biased_parts(tensors, keys.architecture)
     config: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[keys.architecture]],
+        "architectures": [ARCHITECTURES.get(keys.architecture, "")],
         "model_type": keys.architecture,
         "vocab_size": _vocab_size(files, tensors, vocabulary),
         "hidden_size": hidden,
@@ -168,7 +172,9 @@ def config_json(files: Sequence[GGUFFile], vocabulary: Vocabulary) -> dict[str, 
         "eos_token_id": vocabulary.special.get("eos"),
         "pad_token_id": vocabulary.special.get("padding"),
     }
-    if keys.architecture == "gemma3":
+    if keys.count("expert_count", 0):
+        _set_experts(config, keys)
+    elif keys.architecture == "gemma3":
         _set_gemma3(config, keys)
     else:
         _set_window(config, keys, context=context)
@@ -251,6 +257,25 @@ def _set_window(config: dict[str, Any], keys: _Keys, *, context: int) -> None:
         raise keys.refusal("attention.sliding_window", window, "is not supported beside biases")
     else:
         config.update(architectures=["MistralForCausalLM"], model_type="mistral")
+
+
+def _set_experts(config: dict[str, Any], keys: _Keys) -> None:
+    """What a mixture of experts has beside a dense model. All of its layers have experts, and the weights of those chosen add up to 1."""
+    family, num_experts, used = EXPERT_FAMILIES[keys.architecture], keys.count("expert_count"), keys.count("expert_used_count")
+    if used > num_experts:
+        raise keys.refusal("expert_used_count", used, f"must be at most expert_count ({num_experts})")
+    if (gate := keys.count("expert_gating_func", 1)) not in (0, 1):
+        raise keys.refusal("expert_gating_func", gate, "must be 1 (softmax)")
+    for key in ("magnitude", "frequency_factors"):  # transformers' code, which runs these models, would not hear of them
+        if key in config["rope_parameters"]:
+            raise ModelError(f"{keys.path}: rotation with {key} is not supported for a mixture of experts")
+    config.update(architectures=[family.architecture], model_type=family.model_type, num_experts_per_tok=used)
+    config[family.num_experts_key] = num_experts
+    size = keys.count("expert_feed_forward_length", config["intermediate_size"]) or config["intermediate_size"]
+    if keys.architecture == "llama":
+        config["intermediate_size"] = size
+    else:
+        config.update(moe_intermediate_size=size, norm_topk_prob=True)
 
 
 def _set_gemma3(config: dict[str, Any], keys: _Keys) -> None:

@@ -1,4 +1,4 @@
-"""`aioengine doctor`: what this machine offers the engine, and why something is slow or missing."""
+"""`aioengine doctor`: what this machine offers the engine, why something is slow or missing, and which path a model takes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 from aioengine.printable import printable
 
 
-def doctor() -> bool:
-    """Print one line a finding; True if the fast paths of this machine are all there."""
+def doctor(model: str | None = None) -> bool:
+    """Print one line a finding; True if the fast paths of this machine are all there, and the model, if one is named, can be served."""
     import torch
 
     from aioengine.checkpoint.cache import cache_folder
@@ -41,7 +41,35 @@ def doctor() -> bool:
         "where max_model_len is auto, what that holds limits it"
     )
     print(f"{'model cache':<14}{printable(str(cache_folder()))}")
-    return compiles if torch.cuda.is_available() else reason is None
+    served = model is None or _report_model(model, free_memory_bytes=free)
+    return served and (compiles if torch.cuda.is_available() else reason is None)
+
+
+def _report_model(name: str, *, free_memory_bytes: int) -> bool:
+    """What its small files say, and which code will run it; False if none can. Nothing is fetched."""
+    import torch
+
+    from aioengine.config import EngineConfig
+    from aioengine.errors import AioEngineError
+    from aioengine.models.info import read_model_info, resolve_model
+    from aioengine.models.path import find_path
+
+    try:
+        files = resolve_model(name, allow_download=False)
+        info = read_model_info(files)
+        config = EngineConfig(model=name).resolve(info, cuda_available=torch.cuda.is_available(), free_memory_bytes=free_memory_bytes)
+        path = find_path(files, config)
+    except AioEngineError as error:
+        print(printable(f"{'model':<14}cannot be served: {error}"))
+        return False
+    print(
+        printable(
+            f"{'model':<14}{info.architecture}, {files.format}: {info.num_layers} layers, {info.num_heads} query and {info.num_kv_heads} "
+            f"key/value heads of {info.head_dim}, texts of up to {info.max_position_embeddings} tokens"
+        )
+    )
+    print(printable(f"{'path':<14}{path.kind}: {path.reason}"))
+    return True
 
 
 def _report_compiler(*, has_gpu: bool) -> bool:

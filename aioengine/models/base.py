@@ -28,7 +28,8 @@ class CausalLM(nn.Module):
     num_layers: int
     layer_groups: tuple[int, ...]  # the number of each layer's KV-cache group, as in `kv_cache_groups.group_layers` of its windows
     default_eos_token_id: ClassVar[int | None] = None  # what the family's config class assumes where nothing states one
-    runs_own_threads: ClassVar[bool] = False  # the products do not run on PyTorch's threads
+    runs_own_threads: bool = False  # the products do not run on PyTorch's threads
+    supports_graphs: ClassVar[bool] = True  # `forward` reads nothing back from the device: it can be captured
 
     @classmethod
     @abstractmethod
@@ -51,6 +52,9 @@ class CausalLM(nn.Module):
     @abstractmethod
     def load_weights(self, tensors: Iterable[StoredTensor]) -> None:
         """Fill every parameter. Raises ModelError for a tensor that is missing, unknown or of another shape."""
+
+    def verify(self) -> None:
+        """Once, after `load_weights`: see that the model computes what it should. Raises ModelError if it does not."""
 
     @abstractmethod
     def forward(

@@ -79,7 +79,7 @@ def settle_tensors(config: DecoderConfig, tensors: Sequence[StoredTensor]) -> tu
     Nothing is read but a head that may be the embedding. Raises ModelError for quantized tensors and for biases that
     config.json does not have.
     """
-    _refuse_other_kinds(tensors)
+    refuse_other_kinds(tensors)
     named = [_with_prefix(stored) for stored in tensors if not stored.name.endswith("rotary_emb.inv_freq")]
     kept = _without_the_unused(named, num_layers=config.num_layers)
     expected_biases = dict(_bias_shapes(config))
@@ -87,7 +87,7 @@ def settle_tensors(config: DecoderConfig, tensors: Sequence[StoredTensor]) -> tu
     present = {stored.name for stored in kept}
     missing = [name for name in expected_biases if name not in present]
     if missing:
-        logger.warning("the checkpoint lacks %s: taken as 0", _some(missing))
+        logger.warning("the checkpoint lacks %s: taken as 0", some(missing))
     for stored in kept:
         original = stored.stored if isinstance(stored, _Renamed) else stored
         if isinstance(original, SafetensorsTensor):
@@ -98,7 +98,7 @@ def settle_tensors(config: DecoderConfig, tensors: Sequence[StoredTensor]) -> tu
     return config, [*kept, *(Zeros(name, expected_biases[name]) for name in missing)]
 
 
-def _refuse_other_kinds(tensors: Sequence[StoredTensor]) -> None:
+def refuse_other_kinds(tensors: Sequence[StoredTensor]) -> None:
     for stored in tensors:
         if ".lora_" in stored.name:
             raise ModelError(
@@ -128,9 +128,9 @@ def _without_the_unused(tensors: Sequence[StoredTensor], *, num_layers: int) -> 
         else:
             kept.append(stored)
     if not any(_LAYER.match(stored.name) for stored in kept):
-        raise ModelError(f"no tensor of the checkpoint is that of a layer (model.layers.0.); there are {_some([t.name for t in tensors])}")
+        raise ModelError(f"no tensor of the checkpoint is that of a layer (model.layers.0.); there are {some([t.name for t in tensors])}")
     if unused:
-        logger.warning("config.json (num_hidden_layers %d) has no use for %s of the checkpoint", num_layers, _some(unused))
+        logger.warning("config.json (num_hidden_layers %d) has no use for %s of the checkpoint", num_layers, some(unused))
     return kept
 
 
@@ -188,6 +188,6 @@ def _are_equal(first: StoredTensor, second: StoredTensor) -> bool:
     return torch.equal(*numbers)
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
     first = sorted(names)[:3]
     return ", ".join(f"{name:.100}" for name in first) + (f" and {len(names) - len(first)} more" if len(names) > len(first) else "")

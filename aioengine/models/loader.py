@@ -21,6 +21,9 @@ from aioengine.models.base import CausalLM
 from aioengine.models.checkpoint_tensors import settle_tensors
 from aioengine.models.config import DecoderConfig
 from aioengine.models.decoder import DecoderForCausalLM
+from aioengine.models.fallback.config import TransformersConfig
+from aioengine.models.fallback.model import TransformersForCausalLM
+from aioengine.models.fallback.packed import why_not_packed
 from aioengine.models.native_decoder import announce_dense, build_native, why_not_native
 from aioengine.models.registry import find_model_class
 from aioengine.models.tensor_parallel import check_divides, rank_config, rank_tensors
@@ -64,15 +67,21 @@ def load_model(
             if native and group.rank == 0:
                 announce_dense(tensors)
             if group.size > 1:
+                if isinstance(config, TransformersConfig):
+                    raise ConfigError(
+                        f"{files.name} runs on transformers' own code, in one piece: tensor_parallel_size must be 1, got {group.size}"
+                    )
                 check_divides(config, group.size, name=files.name)
                 config, tensors = rank_config(config, group), rank_tensors(tensors, group)
             if native:
-                model = build_native(config, attention_backend=attention_backend, fast=weights == "fast")
+                build = TransformersForCausalLM.build_packed if isinstance(config, TransformersConfig) else build_native
+                model = build(config, attention_backend=attention_backend, fast=weights == "fast")
             else:
                 model = family.build(config, attention_backend=attention_backend, dtype=dtype, device=device)
             model.join(group)
             with _one_torch_thread():
                 model.load_weights(tensors)
+        model.verify()
     except ModelError as error:
         raise ModelError(f"cannot load {files.name}: {error}") from error
     return model.eval()
@@ -95,15 +104,19 @@ def _is_native(
     dtype: torch.dtype,
     device: torch.device,
 ) -> bool:
-    """Whether the packed decoder serves the model. Raises ConfigError if it was asked for by name and cannot."""
+    """Whether weights stay packed, on the native kernels. Raises ConfigError if it was asked for by name and cannot."""
     if weights == "dense":
         return False
-    reason = why_not_native(family, config, backend=attention_backend, dtype=dtype, device=device)
+    if isinstance(config, TransformersConfig):
+        reason = why_not_packed(config.raw, dtype=dtype, device=device)
+    else:
+        reason = why_not_native(family, config, backend=attention_backend, dtype=dtype, device=device)
     if reason is None:
         return True
     if not allow_dense:
         raise ConfigError(f'weights="{weights}" is not possible here: {reason}')
-    logger.warning("the model runs on PyTorch's kernels, which are several times slower on a CPU: %s", reason)
+    if not issubclass(family, TransformersForCausalLM):  # which says so itself
+        logger.warning("the model runs on PyTorch's kernels, which are several times slower on a CPU: %s", reason)
     return False
 
 

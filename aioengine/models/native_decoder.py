@@ -256,14 +256,14 @@ class _Checkpoint:
 
     def matrix(self, name: str, rows: int, columns: int) -> PackedMatrix:
         """Quantized as stored where the kernels have that format, else dense."""
-        return _pack_alike([self._take(f"{name}.weight", (rows, columns))])
+        return pack_alike([self._take(f"{name}.weight", (rows, columns))])
 
     def fused(self, parts: Sequence[tuple[str, int]], columns: int) -> PackedMatrix | FusedMatrix:
         """The parts' rows as one matrix. Neighbours that are stored alike are packed together, others each in its own format."""
         from aioengine_kernels.cpu import FusedMatrix
 
         stored = [self._take(f"{name}.weight", (rows, columns)) for name, rows in parts]
-        packed = tuple(_pack_alike(list(alike)) for _, alike in groupby(stored, key=_packable_kind))
+        packed = tuple(pack_alike(list(alike)) for _, alike in groupby(stored, key=packable_kind))
         return packed[0] if len(packed) == 1 else FusedMatrix(packed)
 
     def check_used_up(self) -> None:
@@ -271,7 +271,7 @@ class _Checkpoint:
             raise ModelError(f"tensor {min(self._tensors)} of the checkpoint is none of this architecture's")
 
 
-def _packable_kind(stored: StoredTensor) -> str | None:
+def packable_kind(stored: StoredTensor) -> str | None:
     """The ggml type that the tensor can be packed as; None: only as plain numbers."""
     from aioengine_kernels.cpu.packing import supports_packing
 
@@ -279,14 +279,14 @@ def _packable_kind(stored: StoredTensor) -> str | None:
     return None if rows is None or supports_packing(rows.kind, stored.shape[1]) is not None else rows.kind
 
 
-def _pack_alike(parts: Sequence[StoredTensor]) -> PackedMatrix:
-    """The rows of tensors that all have the same `_packable_kind`."""
+def pack_alike(parts: Sequence[StoredTensor]) -> PackedMatrix:
+    """The rows of tensors that all have the same `packable_kind`."""
     from aioengine_kernels.cpu.packing import pack
 
     first_part = parts[0]
     if isinstance(first_part, SomeColumns):  # it comes alone: what is stacked is cut by rows
         return _pack_columns(first_part)
-    kind, columns = _packable_kind(parts[0]), parts[0].shape[1]
+    kind, columns = packable_kind(parts[0]), parts[0].shape[1]
     if kind is not None:
         return pack(kind, columns, [rows.data for part in parts if (rows := part.read_packed()) is not None])
     dense = torch.empty(sum(part.shape[0] for part in parts), columns)
@@ -301,7 +301,7 @@ def _pack_columns(part: SomeColumns) -> PackedMatrix:
     """Cut from the packed matrix, whose blocks are shorter than those of most files; as plain numbers if that cuts a block."""
     from aioengine_kernels.cpu.packing import can_cut, cut_columns
 
-    whole = _pack_alike([part.whole])
+    whole = pack_alike([part.whole])
     if can_cut(whole, part.first, part.shape[1]):
         return cut_columns(whole, part.first, part.shape[1])
     logger.warning("%s is cut inside its blocks: the rank's %d columns of it are kept as plain numbers", part.name, part.shape[1])

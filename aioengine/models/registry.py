@@ -25,6 +25,8 @@ BUILT_IN: Mapping[str, str] = MappingProxyType(
         "Qwen3ForCausalLM": "aioengine.models.qwen3:Qwen3ForCausalLM",
     }
 )
+# What runs every other architecture that transformers knows; it says itself what it cannot serve.
+FALLBACK = "aioengine.models.fallback.model:TransformersForCausalLM"
 # `model_type` of config.json, which is what transformers goes by.
 MODEL_TYPES: Mapping[str, str] = MappingProxyType(
     {
@@ -41,7 +43,8 @@ def architecture_of(raw: Mapping[str, Any]) -> str:
     """The architecture of a config.json: a plugin's that `architectures` names, else that of `model_type`, else the one named.
 
     Where `architectures` names a class that has not the layers or the head of the model's type, it is that class, which is not
-    supported. Raises ModelError if there is neither key.
+    one of ours. A type that is none of ours is taken as it stands where `architectures` is missing. Raises ModelError if there is
+    neither key.
     """
     names, kind = architecture_names(raw), raw.get("model_type")
     by_type = MODEL_TYPES.get(kind) if isinstance(kind, str) else None
@@ -49,7 +52,7 @@ def architecture_of(raw: Mapping[str, Any]) -> str:
         if names:
             return names[0]
         if isinstance(kind, str):
-            raise ModelError(f"model_type {kind!r:.100} is not supported; supported: {', '.join(sorted(MODEL_TYPES))}")
+            return kind
         raise ModelError("config.json names no architecture (keys 'architectures' and 'model_type')")
     if not names or by_type in names:
         return by_type
@@ -70,14 +73,14 @@ def _is_plugin(architecture: str) -> bool:
 
 
 def find_model_class(architecture: str) -> type[CausalLM]:
-    """The class for an architecture. Raises ModelError for an unknown one, listing the known, or a plugin that fails."""
+    """The class for an architecture: one of ours, a plugin's, or else the one that runs transformers' own code.
+
+    Raises ModelError for a plugin that fails.
+    """
     target = BUILT_IN.get(architecture)
     if target is None:
         plugins = {entry.name: entry.value for entry in entry_points(group=ENTRY_POINT_GROUP)}
-        target = plugins.get(architecture)
-        if target is None:
-            known = ", ".join(sorted({*BUILT_IN, *plugins}))
-            raise ModelError(f"architecture {architecture!r} is not supported; supported: {known}")
+        target = plugins.get(architecture, FALLBACK)
     module_name, _, class_name = target.partition(":")
     try:
         found = getattr(importlib.import_module(module_name), class_name)

@@ -159,7 +159,9 @@ class Worker:
 
     @property
     def _captures_graphs(self) -> bool:
-        return self.device.supports_graphs and self._backend.supports_graphs and not self.config.worker.enforce_eager
+        assert self._model is not None, "load_model() comes first"
+        supported = self.device.supports_graphs and self._backend.supports_graphs and self._model.supports_graphs
+        return supported and not self.config.worker.enforce_eager
 
     def _reserved(self) -> Reservation:
         """What `initialize_kv_cache` allocates behind the cache, on a GPU."""

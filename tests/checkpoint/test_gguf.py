@@ -281,10 +281,10 @@ def test_other_files_are_told_apart(tmp_path: Path) -> None:
 def test_unsupported_architecture_and_experts_are_named(tmp_path: Path) -> None:
     model = random_model(cases()["llama"])
     path = write_gguf(model, tmp_path / "phi.gguf", "phi3")
-    with pytest.raises(ModelError, match=r"'phi3' is not supported; supported: gemma3, llama, qwen2, qwen3"):
+    with pytest.raises(ModelError, match=r"'phi3' is not supported; supported: gemma3, llama, qwen2, qwen3, qwen3moe"):
         convert_gguf(path, tmp_path / "out", files=(path,))
-    path = write_gguf(model, tmp_path / "moe.gguf", "llama", extra=lambda writer: writer.add_expert_count(8))
-    with pytest.raises(ModelError, match="'llama with experts' is not supported"):
+    path = write_gguf(model, tmp_path / "moe.gguf", "qwen3", extra=lambda writer: writer.add_expert_count(8))
+    with pytest.raises(ModelError, match="'qwen3 with experts' is not supported"):
         convert_gguf(path, tmp_path / "out", files=(path,))
     assert not (tmp_path / "out").exists()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from aioengine.cli import main
 from aioengine.commands import chat, demo, runtime
@@ -359,3 +361,23 @@ def test_doctor_looks_for_what_triton_needs_at_its_first_launch(
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("c compiler")]
     assert "a C compiler (gcc, or the one that CC names)" in lines[0]
     assert ("missing: Triton's first launch" in lines[0]) == has_gpu
+
+
+def test_doctor_says_which_path_a_model_takes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cpu, "status", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    paths: dict[str, str] = {}
+    for kind, more in (("llama", {}), ("gemma2", {"sliding_window": 9}), ("gpt_oss", {})):
+        folder = tmp_path / kind
+        folder.mkdir()
+        small = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_size": 64}
+        (folder / "config.json").write_text(json.dumps({"model_type": kind, **small, **more}))
+        save_file({"x": torch.zeros(1)}, folder / "model.safetensors")
+        assert main(["doctor", str(folder)]) == (1 if kind == "gpt_oss" else 0)
+        paths[kind] = capsys.readouterr().out
+    assert "\npath          native: LlamaForCausalLM on the native CPU kernels, with weights=exact\n" in paths["llama"]
+    assert "2 layers, 4 query and 2 key/value heads of 16" in paths["gemma2"]
+    assert "\npath          transformers: there is no class here for Gemma2ForCausalLM; transformers' own code runs it" in paths["gemma2"]
+    assert re.search(r"\nmodel +cannot be served: .*'GptOssForCausalLM' is not supported.*sinks", paths["gpt_oss"])
+    assert main(["doctor", "no-such-model"]) == 1
+    assert "model         cannot be served: unknown model 'no-such-model'" in capsys.readouterr().out

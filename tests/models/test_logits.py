@@ -111,12 +111,12 @@ def test_truncated_safetensors_is_a_model_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, r"'GPT2LMHeadModel' is not supported; supported: .*LlamaForCausalLM"),
-        ({"architectures": None, "model_type": None}, "names no architecture"),
         (
-            {"architectures": None, "model_type": "phi3"},
-            "model_type 'phi3' is not supported; supported: gemma3_text, llama, mistral, qwen2, qwen3",
+            {"architectures": ["GPT2LMHeadModel"]},
+            r"'GPT2LMHeadModel' is not supported: the decoder of model_type 'llama' is LlamaForCausalLM",
         ),
+        ({"architectures": None, "model_type": None}, "names no architecture"),
+        ({"architectures": None, "model_type": "gpt_oss"}, "'GptOssForCausalLM' is not supported.*sinks"),
         ({"hidden_size": None}, "hidden_size must be a positive integer, got None"),
         ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "'longrope' is not supported"),

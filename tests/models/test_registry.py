@@ -55,7 +55,6 @@ def test_a_plugin_is_found() -> None:
 @pytest.mark.parametrize(
     ("architecture", "message"),
     [
-        ("Unknown", "'Unknown' is not supported; supported: .*Good.*LlamaForCausalLM"),
         ("Wrong", "is not a CausalLM"),
         ("Gone", "cannot load no_such_module:Plugin"),
         ("Absent", "cannot load some_plugin:Other"),
@@ -64,3 +63,8 @@ def test_a_plugin_is_found() -> None:
 def test_what_cannot_be_used_is_named(architecture: str, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         find_model_class(architecture)
+
+
+@pytest.mark.usefixtures("plugins")
+def test_what_nobody_has_a_class_for_runs_on_the_code_of_transformers() -> None:
+    assert find_model_class("Gemma2ForCausalLM").__name__ == "TransformersForCausalLM"
