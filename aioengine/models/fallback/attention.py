@@ -19,6 +19,7 @@ from aioengine.errors import ModelError
 
 SERVING, LISTENING = "aioengine", "aioengine_listening"  # implementations of attention, as transformers names them
 STEP = "aioengine_step"  # the keyword argument
+Groups = tuple[AttentionBatch, ...]  # a step's metadata, one a KV-cache group
 # Arguments that say nothing of what attention computes, or that are read here.
 _KNOWN = frozenset(
     {
@@ -60,9 +61,6 @@ class PagedStep:
     ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
         backend, metadata = self._backends.find(soft_cap), self._metadata[self._layer_groups[layer]]
         return backend.forward(query, key, value, kv_cache=self._kv_caches[layer], metadata=metadata, scale=scale)
-
-
-Groups = tuple[AttentionBatch, ...]
 
 
 class CappedBackends:

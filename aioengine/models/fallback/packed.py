@@ -15,7 +15,6 @@ from torch import nn
 
 from aioengine.checkpoint.gguf_experts import EXPERT_FAMILIES, ExpertFamily
 from aioengine.checkpoint.stored_tensor import StoredTensor
-from aioengine.errors import ModelError
 from aioengine.models.native_decoder import pack_alike, packable_kind
 
 if TYPE_CHECKING:
@@ -69,6 +68,10 @@ class PackedExperts(nn.Module):
         self._products = products
         self._gate_up: list[PackedMatrix | FusedMatrix] = []
         self._down: list[PackedMatrix | FusedMatrix] = []
+
+    @property
+    def num_filled(self) -> int:
+        return len(self._down)
 
     def fill(self, gate: StoredTensor, up: StoredTensor, down: StoredTensor) -> None:
         """The next expert."""
@@ -159,8 +162,7 @@ class Packing:
         for name, linear in self._linears.items():
             linear.fill(self._tensors[name])
         for (gate, up, down), (experts, number) in self._experts.items():
-            if number != len(experts._down):
-                raise ModelError(f"the experts of {gate} are not in order")
+            assert number == experts.num_filled, f"{gate} is not the next expert"
             experts.fill(self._tensors[gate], self._tensors[up], self._tensors[down])
 
 
