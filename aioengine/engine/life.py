@@ -12,6 +12,7 @@ from typing import Any
 
 from aioengine.config import EngineConfig, ModelInfo
 from aioengine.engine.event_loops import check_loop, need_running_loop, wrong_loop
+from aioengine.engine.kv_store import open_kv_connector
 from aioengine.engine.loop.engine_core import EngineCore
 from aioengine.engine.loop.executor_shutdown import shut_down_executor, shut_down_in_background
 from aioengine.engine.outputs.deadline import check_seconds
@@ -20,7 +21,7 @@ from aioengine.engine.parts import EngineParts
 from aioengine.engine.publish_options import PublishOptions
 from aioengine.engine.publishing import Publisher
 from aioengine.engine.run_facts import find_run_facts
-from aioengine.engine.startup import build_parts, find_setup, load_model, open_kv_connector, setup_for_executor
+from aioengine.engine.startup import build_parts, find_setup, load_model, setup_for_executor
 from aioengine.errors import AioEngineError, ConfigError, EngineDeadError, StepTimeoutError
 from aioengine.events.bus import StepBus
 from aioengine.events.sources.base import EngineControl

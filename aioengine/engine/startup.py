@@ -7,7 +7,6 @@ import os
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,12 +20,10 @@ from aioengine.engine.loop.request_times import RequestTimes
 from aioengine.engine.outputs.detokenizer import TextTokenizer
 from aioengine.engine.outputs.output_processor import OutputProcessor
 from aioengine.engine.parts import EngineParts
-from aioengine.engine.run_facts import RunFacts
 from aioengine.errors import ConfigError
 from aioengine.events.bus import StepBus
 from aioengine.executor.base import Executor
-from aioengine.kv_connector.base import KVConnector, StoreKey
-from aioengine.kv_connector.file_store import FileConnector
+from aioengine.kv_connector.base import KVConnector
 from aioengine.kv_connector.folder import open_folder, read_seed
 from aioengine.structured_output.manager import StructuredOutputManager
 
@@ -74,33 +71,6 @@ async def load_model(setup: EngineSetup) -> tuple[EngineSetup, int]:
         num_blocks = await asyncio.wrap_future(executor.determine_num_kv_cache_blocks())
     seed = secrets.token_hex(16) if config.cache.kv_cache_dir is None else read_seed(open_folder(config.cache.kv_cache_dir))
     return replace(setup, config=config.fitted(num_blocks).with_prefix_caching_seed(seed)), num_blocks
-
-
-async def open_kv_connector(setup: EngineSetup, facts: RunFacts) -> FileConnector | None:
-    """The store that `kv_cache_dir` names, for blocks as this engine computes them; None: there is none.
-
-    facts: with the model's digest. The worker must have its KV cache. Raises ConfigError.
-    """
-    cache = setup.config.cache
-    if cache.kv_cache_dir is None:
-        return None
-    if setup.files is None:
-        raise ConfigError(f"kv_cache_dir ({cache.kv_cache_dir}) is for the engine's own executor, which knows the bytes of its blocks")
-    ((layout, num_bytes),) = await asyncio.wrap_future(setup.executor.collective_rpc("kv_block_layout"))
-    assert facts.model_sha256 is not None
-    assert cache.prefix_caching_seed is not None
-    key = StoreKey(
-        model_sha256=facts.model_sha256,
-        weights=facts.weights or "dense",
-        isa=facts.isa or "",
-        kv_cache_dtype=setup.config.worker.kv_cache_dtype,
-        layout=layout,
-        block_size=cache.block_size,
-        block_bytes=num_bytes,
-        root=sha256(b"aioengine-kv:" + cache.prefix_caching_seed.encode()).hexdigest()[:32],
-        model=setup.model_info.name,
-    )
-    return await asyncio.to_thread(FileConnector, cache.kv_cache_dir, key, max_bytes=cache.kv_cache_dir_bytes)
 
 
 def build_parts(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from aioengine.attention.base import AttentionBackend, AttentionConfig
@@ -159,8 +157,7 @@ class Worker:
 
     def read_kv_blocks(self, block_ids: list[int]) -> memoryview:
         """The content of blocks, one behind the other, all layers of each."""
-        content: npt.NDArray[np.uint8] = read_blocks(self.runner.kv_blocks, block_ids).numpy()
-        return memoryview(content).cast("B")
+        return memoryview(read_blocks(self.runner.kv_blocks, block_ids).numpy()).cast("B")  # type: ignore[arg-type]  # Python 3.11 has no Buffer
 
     def write_kv_blocks(self, block_ids: list[int], contents: list[bytes]) -> None:
         """Give blocks the content that `read_kv_blocks` read. Raises ValueError for another number of bytes."""

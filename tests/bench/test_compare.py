@@ -18,7 +18,7 @@ from aioengine.errors import AioEngineError, ConfigError
 from aioengine_bench import compare as compare_module
 from aioengine_bench import peers as peers_module
 from aioengine_bench.compare import agreement, compare, host_cost_rows, turn_requests
-from aioengine_bench.compare_table import combined_table, load_note, mark_best
+from aioengine_bench.compare_table import combined_table, load_note, mark_best, without_folders
 from aioengine_bench.peer_process import PeerFailedError, PeerProcess
 from aioengine_bench.peer_setup import check_checkout, cmake_arguments, requirements, set_up
 from aioengine_bench.peers import PEERS, RUNNERS, STAMP, Build, Peer, find_contestant, runner_path, with_all_settings
@@ -316,4 +316,4 @@ def test_settings_that_are_none_are_refused(text: str) -> None:
 
 
 def test_a_table_names_the_file_and_not_its_folder() -> None:
-    assert compare_module.without_folders("llama.cpp:gguf=/somewhere/deep/m.Q4_0.gguf,threads=2") == "llama.cpp:gguf=m.Q4_0.gguf,threads=2"
+    assert without_folders("llama.cpp:gguf=/somewhere/deep/m.Q4_0.gguf,threads=2") == "llama.cpp:gguf=m.Q4_0.gguf,threads=2"

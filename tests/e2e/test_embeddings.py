@@ -27,7 +27,7 @@ def oracle(tiny_model: Path) -> Any:
 
 def expected(oracle: Any, prompt: list[int], pooling: str, *, normalize: bool) -> torch.Tensor:
     with torch.inference_mode():
-        hidden = oracle(torch.tensor([prompt])).last_hidden_state[0]
+        hidden: torch.Tensor = oracle(torch.tensor([prompt])).last_hidden_state[0]
     vector = hidden.mean(dim=0) if pooling == "mean" else hidden[-1]
     return vector / vector.norm() if normalize else vector
 
@@ -90,7 +90,7 @@ async def test_what_cannot_be_embedded(tiny_model: Path) -> None:
             ([[5], [5] * 256], {}, "prompt 1: .*256 tokens"),
         ):
             with pytest.raises(InvalidRequestError, match=message):
-                await engine.embed(prompts, **options)  # type: ignore[arg-type]
+                await engine.embed(prompts, **options)
         assert await engine.embed([]) == []
 
 

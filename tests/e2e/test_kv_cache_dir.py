@@ -13,6 +13,7 @@ import pytest
 from aioengine import AsyncEngine, RequestOutput, SamplingParams
 from aioengine.errors import AioEngineError, ConfigError
 from aioengine.events.recording.reader import read_recording
+from aioengine.kv_connector import file_store, segment
 from aioengine.replay.frames import replay_frames
 from aioengine.replay.tokens import replay_tokens
 from aioengine_kernels.cpu import status as native_status
@@ -23,8 +24,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, logprobs=2)
 
 
 def engine_for(model: Path, folder: Path | None, **options: Any) -> AsyncEngine:
-    options = {"weights": "dense", "dtype": "float32", "max_model_len": 256, "num_kv_cache_blocks": 40, "check_invariants": True} | options
-    return AsyncEngine(str(model), kv_cache_dir=None if folder is None else str(folder), **options)
+    defaults: dict[str, Any] = {"weights": "dense", "max_model_len": 256, "num_kv_cache_blocks": 40}
+    kept = None if folder is None else str(folder)
+    return AsyncEngine(str(model), kv_cache_dir=kept, dtype="float32", check_invariants=True, **{**defaults, **options})
 
 
 def prompts_of(num: int, seed: int = 1) -> list[list[int]]:
@@ -126,12 +128,10 @@ async def test_a_salt_separates_what_is_kept(tiny_model: Path, tmp_path: Path) -
 
 
 async def test_others_run_while_a_slow_disk_reads(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from aioengine.kv_connector import file_store
-
     prompt, other = prompts_of(1)[0] * 3, [9, 8, 7]
     async with engine_for(tiny_model, tmp_path) as engine:
         (expected,) = await answers(engine, [prompt])
-    real = file_store.read_block
+    real = segment.read_block
 
     turns = threading.Event()
 

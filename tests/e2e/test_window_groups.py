@@ -50,7 +50,8 @@ def folder_and_answers(
     for prompt in prompts:
         ids = torch.tensor([prompt])
         with torch.inference_mode():
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_TOKENS, eos_token_id=None)
+            generate: Any = model.generate  # a method of transformers that torch.nn.Module hides
+            out = generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_TOKENS, eos_token_id=None)
         answers.append(out[0, len(prompt) :].tolist())
     return folder, prompts, answers
 
