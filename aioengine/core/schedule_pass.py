@@ -230,7 +230,7 @@ class SchedulePass:
         if num_blocks > kv.block_pool.num_free_blocks:
             self.num_blocks_needed = num_blocks
             return "no_blocks"
-        if kv.num_external_blocks(request) > len(computed[0]):
+        if request.status == RequestStatus.WAITING and kv.num_external_blocks(request) > len(computed[0]):
             self._start_load(request, computed)
             return None
         new_block_ids = kv.allocate_slots(request, num_new_tokens, computed=computed)
