@@ -43,7 +43,7 @@ class SchedulePass:
         self._num_loading = num_loading
 
         # It keeps one request from taking what others could have; whoever is alone takes nothing from anybody.
-        has_others = len(running) + len(waiting) > 1
+        has_others = len(running) + len(waiting) + num_loading > 1
         self._max_tokens_a_request = config.long_prefill_token_threshold if has_others else 0  # 0: no limit
         self.token_budget = config.max_num_batched_tokens
         self.num_scheduled_tokens: dict[str, int] = {}

@@ -16,7 +16,7 @@ import pytest
 from aioengine.config import CacheConfig, SchedulerConfig
 from aioengine.core.invariants import check_idle
 from aioengine.core.scheduler import Scheduler
-from aioengine.core.scheduler_output import SchedulerOutput
+from aioengine.core.scheduler_output import KVLoad, SchedulerOutput
 from aioengine.kv_cache_groups import KVCacheGroup, num_blocks_of_request
 from aioengine.outputs import ModelRunnerOutput
 from aioengine.request import Request, RequestStatus
@@ -115,6 +115,9 @@ class BlockOracle:
     def check(self) -> None:
         held: list[int] = []
         for request in self.scheduler.requests.values():
+            if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+                held += request.block_ids[0]
+                continue
             if request.status != RequestStatus.RUNNING:
                 assert not any(request.block_ids), "who waits holds nothing"
                 continue
@@ -141,6 +144,43 @@ def draw_groups(rng: random.Random) -> tuple[KVCacheGroup, ...]:
     return tuple(KVCacheGroup((layer,), window) for layer, window in enumerate(windows))
 
 
+class Connector:
+    """Has what it is said to have, takes its time, and sometimes lacks some of it; sees whether what leaves is what it is called."""
+
+    def __init__(self, scheduler: Scheduler, worker: Worker, rng: random.Random) -> None:
+        self.scheduler, self.worker, self.rng = scheduler, worker, rng
+        self.begun: list[tuple[KVLoad, Request]] = []
+
+    def before_step(self, out: SchedulerOutput) -> None:
+        hashes = self.scheduler.take_leaving_hashes()
+        if out.kv_connector_metadata is None:
+            assert not hashes
+            return
+        for block_id, block_hash in zip(out.kv_connector_metadata.saves, hashes, strict=True):
+            self._check_content(block_id, block_hash)
+        self.begun += [(load, self.scheduler.loading[load.req_id]) for load in out.kv_connector_metadata.loads]
+
+    def _check_content(self, block_id: int, block_hash: bytes) -> None:
+        size = self.worker.block_size
+        _, prefix = self.worker.cache[block_id * size + size - 1]
+        for salt in (None, "s"):
+            hashes: list[bytes] = []
+            self.scheduler.kv_cache_manager.extend_hashes(hashes, prefix, len(prefix) // size, cache_salt=salt)
+            if hashes[-1] == block_hash:
+                return
+        raise AssertionError(f"block {block_id} leaves under a name that is not its content's")
+
+    def finish_one(self) -> None:
+        load, request = self.begun.pop(self.rng.randrange(len(self.begun)))
+        if self.scheduler.loading.get(load.req_id) is not request:
+            return  # it ended or was reset
+        num_blocks, size = self.rng.randint(0, len(load.block_ids)), self.worker.block_size
+        for index, block_id in enumerate(load.block_ids[:num_blocks], len(load.computed_block_ids)):
+            for offset in range(size):
+                self.worker.cache[block_id * size + offset] = (0, tuple(request.all_token_ids[: index * size + offset + 1]))
+        self.scheduler.finish_load(load.req_id, num_blocks)
+
+
 class Run:
     """A scheduler of random shape, and the calls that an engine could make."""
 
@@ -152,6 +192,7 @@ class Run:
         self.depth = 1 if num_speculative_tokens else rng.randint(1, 3)
         groups = draw_groups(rng)
         max_num_batched_tokens = max_num_seqs + rng.randint(0, 30)
+        self.has_connector = len(groups) == 1 and groups[0].sliding_window is None and rng.random() < 0.6
         num_blocks = num_blocks_of_request(groups, MAX_MODEL_LEN, block_size=block_size, max_step_tokens=max_num_batched_tokens)
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -169,12 +210,14 @@ class Run:
                 enable_prefix_caching=rng.random() < 0.9,
                 zero_new_blocks=rng.random() < 0.3,
                 kv_cache_groups=groups,
+                has_kv_connector=self.has_connector,
             ),
             num_kv_cache_blocks=1 + num_blocks + rng.choice((0, 1, 5, 20)) * len(groups),
             eos_token_ids=frozenset({EOS}),
             check_invariants=True,
         )
         self.worker = Worker(block_size, groups)
+        self.connector = Connector(self.scheduler, self.worker, rng)
         self.oracle = BlockOracle(self.scheduler, block_size, groups)
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.live: dict[str, Request] = {}
@@ -190,7 +233,12 @@ class Run:
             params["prompt_logprobs"] = 0
         salt = rng.choice((None, None, None, "s"))
         request = Request(
-            f"r{self.num_added}", prompt, sampling_params=SamplingParams(**params), priority=rng.randint(0, 2), cache_salt=salt
+            f"r{self.num_added}",
+            prompt,
+            sampling_params=SamplingParams(**params),
+            priority=rng.randint(0, 2),
+            cache_salt=salt,
+            num_external_blocks=rng.randint(0, 9) if self.has_connector else 0,
         )
         self.num_added += 1
         self.scheduler.add_request(request)
@@ -209,13 +257,19 @@ class Run:
             assert not done or self.scheduler.make_stats().num_cached_blocks == 0
         num_steps = 0
         if len(self.in_flight) < self.depth and (out := self.scheduler.schedule()) is not None:
-            self.in_flight.append((out, self.worker.run(out)))
-            self.oracle.note_scheduled(out)
+            self.run_step(out)
             num_steps = 1
+        if self.connector.begun and rng.random() < 0.3:
+            self.connector.finish_one()
         self.oracle.check()
         if self.in_flight and (len(self.in_flight) == self.depth or rng.random() < 0.5):
             self.update()
         return num_steps
+
+    def run_step(self, out: SchedulerOutput) -> None:
+        self.connector.before_step(out)
+        self.in_flight.append((out, self.worker.run(out)))
+        self.oracle.note_scheduled(out)
 
     def update(self) -> None:
         out, result = self.in_flight.popleft()
@@ -248,9 +302,11 @@ class Run:
             if not self.scheduler.has_work and not self.in_flight:
                 break
             if len(self.in_flight) < self.depth and (out := self.scheduler.schedule()) is not None:
-                self.in_flight.append((out, self.worker.run(out)))
-                self.oracle.note_scheduled(out)
-            self.update()
+                self.run_step(out)
+            while self.connector.begun:
+                self.connector.finish_one()
+            if self.in_flight:
+                self.update()
         assert not self.live
         check_idle(self.scheduler)
         assert not self.worker.histories
@@ -259,7 +315,7 @@ class Run:
 
 def run_steps(num_steps: int, *, first_seed: int) -> None:
     taken, seed = 0, first_seed
-    total = {"preempted": 0, "accepted": 0, "hits": 0}
+    total = {"preempted": 0, "accepted": 0, "hits": 0, "loaded": 0}
     while taken < num_steps:
         run = Run(seed)
         target = taken + STEPS_A_RUN
@@ -275,8 +331,9 @@ def run_steps(num_steps: int, *, first_seed: int) -> None:
         total["preempted"] += stats.num_preemptions
         total["accepted"] += stats.num_accepted_tokens
         total["hits"] += stats.prefix_cache_hits
+        total["loaded"] += stats.external_prefix_cache_hits
         seed += 1
-    assert min(total["preempted"], total["accepted"], total["hits"]) > num_steps // 100, total
+    assert min(total.values()) > num_steps // 100, total
 
 
 def test_some_thousand_random_steps_keep_the_books_and_change_no_token() -> None:
