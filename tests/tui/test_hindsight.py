@@ -20,7 +20,7 @@ from aioengine_bench.simulate.run import DetailedRecorder, SimulatedRun
 from aioengine_bench.simulate.run_plan import run_plan
 from aioengine_tui.app import DashboardApp
 from aioengine_tui.model.state import DashboardState
-from aioengine_tui.model.why.hindsight import Verification, WhatIf, what_if_words
+from aioengine_tui.model.why.hindsight import KnownInHindsight, Verification, WhatIf, what_if_words
 from tests.replay.recordings import make_recording
 from tests.tui.test_app import press, settle, text_of
 from tests.waiting import until
@@ -178,6 +178,15 @@ async def test_the_commands_own_hindsight_verifies_and_simulates(
     assert 0 < simulated.ttft_p95[1] < simulated.ttft_p95[0]
     with pytest.raises(AioEngineError, match="is missing"):
         await RecordingHindsight(part).verify()
+
+
+def test_a_sentence_stays_while_the_proposal_moves_on() -> None:
+    known = KnownInHindsight()
+    assert known.of("max_num_seqs", 8) == ""
+    known.note("max_num_seqs", 8, "eight")
+    known.note("max_num_seqs", 9, "nine")
+    known.note("num_kv_cache_blocks", 10, "ten")
+    assert [known.of("max_num_seqs", value) for value in (8, 9, 12, None)] == ["eight", "nine", "nine", "nine"]
 
 
 def test_top_prints_what_came_of_it(recording: Path, changed: Path, capsys: pytest.CaptureFixture[str]) -> None:

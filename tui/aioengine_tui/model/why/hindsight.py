@@ -49,8 +49,10 @@ class KnownInHindsight:
         self.num_notes += 1
 
     def of(self, setting: str, proposed: int | None) -> str:
-        """ "" where nothing is known."""
-        return "" if proposed is None else self.sentences.get((setting, proposed), "")
+        """Of that value, else of the latest that was asked for: it names the value. "" where nothing is known."""
+        if proposed is not None and (setting, proposed) in self.sentences:
+            return self.sentences[setting, proposed]
+        return next((words for (name, _), words in reversed(self.sentences.items()) if name == setting), "")
 
 
 def what_if_words(setting: str, *, proposed: int, found: WhatIf) -> str:
