@@ -293,12 +293,12 @@ class RanksExecutor:
                 return  # another rank has said so
             self._failed_calls.add(call_id)
             call = self._calls.pop(call_id, None)
-            if call is None:  # rank 0 has answered: whatever waits now builds on this call
-                calls, self._calls = list(self._calls.values()), {}
-            else:
-                calls = [call]
+            calls = [] if call is None else [call]
             if call is None or call.method in ("execute_model", "sample_tokens"):
+                # A step, to which rank 0 may have answered already: whatever waits now builds on it.
                 self._failure = self._failure or error
+                calls += self._calls.values()
+                self._calls.clear()
         for each in calls:
             _set_exception(each.future, error)
 

@@ -135,13 +135,20 @@ def test_what_all_ranks_refuse_is_one_error_and_no_end(start: Any) -> None:
     executor.check_health()
 
 
-def test_a_step_that_fails_in_rank_1_alone_fails_with_its_error(start: Any) -> None:
-    """Rank 0 has answered already, and waits in a sum."""
-    executor, _ = start(says(sample_tokens=NOTHING), says(execute_model=ZeroDivisionError("alone"), sample_tokens=NOTHING))
+@pytest.mark.parametrize("rank_0_is", ["first", "last"])
+def test_a_step_that_fails_in_rank_1_alone_fails_with_its_error(start: Any, rank_0_is: str) -> None:
+    """Rank 0 waits in a sum of the forward, or has come through it."""
+
+    def fails(method: str, _: object) -> Any:
+        time.sleep(0.1)
+        return ZeroDivisionError("alone") if method == "execute_model" else NOTHING
+
+    executor, _ = start(says(execute_model=None if rank_0_is == "first" else NOTHING, sample_tokens=NOTHING), fails)
     executed, sampled = executor.execute_model("step"), executor.sample_tokens()
     with pytest.raises(ZeroDivisionError, match="alone"):
         sampled.result(5)
     assert executed.done()
+    assert (executed.exception() is None) == (rank_0_is == "first")
     with pytest.raises(EngineDeadError, match="alone"):
         executor.check_health()
 
