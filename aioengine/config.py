@@ -15,7 +15,7 @@ from typing import Any, Literal
 from aioengine.checks.settings import INT64_MAX, docstring, read_text, setting, settings_of
 from aioengine.checks.values import listed, number, shorten
 from aioengine.errors import ConfigError
-from aioengine.kv_cache_groups import KVCacheGroup, group_layers
+from aioengine.kv_cache_groups import KVCacheGroup, group_layers, longest_request
 from aioengine.printable import get_logger
 
 logger = get_logger(__name__)
@@ -153,7 +153,13 @@ class ResolvedConfig:
         A length or a number of blocks that the user gave stays as it is.
         """
         scheduler, cache = self.scheduler, self.cache
-        num_tokens = (num_kv_cache_blocks - 1) * cache.block_size
+        num_tokens = longest_request(
+            cache.kv_cache_groups,
+            num_kv_cache_blocks - 1,
+            block_size=cache.block_size,
+            max_step_tokens=scheduler.max_num_batched_tokens,
+            limit=scheduler.max_model_len,
+        )
         if not scheduler.fit_max_model_len or cache.num_kv_cache_blocks is not None or num_tokens >= scheduler.max_model_len:
             return self
         return dataclasses.replace(self, scheduler=dataclasses.replace(scheduler, max_model_len=num_tokens))

@@ -14,6 +14,8 @@ from hashlib import sha256
 
 BlockHash = bytes
 
+_DIGEST_BYTES = 32
+
 
 def root_hash(seed: str | None) -> BlockHash:
     """The parent of every first block. The same seed gives the same hashes in every process; None: a random root."""
@@ -45,8 +47,23 @@ def hash_blocks(parent: BlockHash, token_ids: Sequence[int], *, block_size: int,
     return hashes
 
 
+def in_group(block_hash: BlockHash, group_id: int) -> BlockHash:
+    """The name of that content in a KV-cache group: what its layers wrote for these tokens. In the first, the hash itself."""
+    return block_hash + group_id.to_bytes(2, "big") if group_id else block_hash
+
+
+def names_in_group(block_hashes: Sequence[BlockHash], group_id: int) -> Sequence[BlockHash]:
+    """`in_group` of each."""
+    return [in_group(block_hash, group_id) for block_hash in block_hashes] if group_id else block_hashes
+
+
+def group_of(name: BlockHash) -> int:
+    """The KV-cache group of a name that `in_group` made of a whole hash."""
+    return int.from_bytes(name[_DIGEST_BYTES:], "big")
+
+
 def short_hash(block_hash: BlockHash | None) -> str:
-    """The first hex digits, for people to tell contents apart; "" for none.
+    """The first hex digits, for people to tell contents apart; "" for none. The same in all KV-cache groups.
 
     48 bits: in a pool of 100,000 contents two are alike with a probability of 2e-5.
     """

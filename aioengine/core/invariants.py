@@ -10,7 +10,7 @@ from collections import Counter
 from typing import Protocol
 
 from aioengine.config import SchedulerConfig
-from aioengine.core.block_hash import hash_block, salt_bytes
+from aioengine.core.block_hash import hash_block, in_group, salt_bytes
 from aioengine.core.block_pool import NULL_BLOCK_ID, BlockPool
 from aioengine.core.kv_cache_manager import KVCacheManager
 from aioengine.core.ngram_proposer import NgramProposer
@@ -71,11 +71,13 @@ def _check_requests(scheduler: Books) -> None:
             assert 0 <= request.num_computed_tokens <= request.num_tokens + request.num_output_placeholders, (
                 f"computed beyond its tokens: {request}"
             )
+        assert len(request.block_ids) == len(scheduler.kv_cache_manager.groups), f"not a table for each group: {request}"
+        assert len({len(table) for table in request.block_ids}) == 1, f"tables of different lengths: {request}"
         assert request.num_computed_tokens <= len(request.block_ids[0]) * block_size, f"computed tokens without a slot: {request}"
         assert request.num_tokens <= scheduler.config.max_model_len, f"longer than max_model_len: {request}"
         assert request.num_output_tokens < request.max_tokens, f"ran past max_tokens: {request}"
         if request.status != RequestStatus.RUNNING:
-            assert not request.block_ids[0], f"waiting with blocks: {request}"
+            assert not any(request.block_ids), f"waiting with blocks: {request}"
             assert request.num_computed_tokens == 0, f"waiting with computed tokens: {request}"
             assert not request.spec_token_ids, f"waiting with draft tokens: {request}"
     if scheduler.proposer is not None:
@@ -98,13 +100,18 @@ def _check_queues(scheduler: Books) -> None:
 
 
 def _check_blocks(scheduler: Books) -> None:
-    pool = scheduler.kv_cache_manager.block_pool
+    kv = scheduler.kv_cache_manager
+    pool = kv.block_pool
     owners: Counter[int] = Counter()
     for request in scheduler.requests.values():
-        (table,) = request.block_ids
-        assert len(set(table)) == len(table), f"a table holds a block twice: {request} {table}"
-        owners.update(table)
-    assert NULL_BLOCK_ID not in owners, "the null block is in a table"
+        held = []
+        for group, table in zip(kv.groups, request.block_ids, strict=True):
+            start = group.first_block_in_sight(request.num_computed_tokens - len(request.spec_token_ids), block_size=kv.block_size)
+            assert not any(table[:start]), f"a block behind the window of {group} is held: {request} {table}"
+            assert all(table[start:]), f"the null block is where {group} still sees: {request} {table}"
+            held += table[start:]
+        assert len(set(held)) == len(held), f"its tables hold a block twice: {request} {request.block_ids}"
+        owners.update(held)
     free = list(pool.free_block_queue)
     assert len(free) == len(set(free)) == pool.num_free_blocks, "a block is twice in the free queue, or the count is wrong"
     assert NULL_BLOCK_ID not in free, "the null block is in the free queue"
@@ -130,13 +137,15 @@ def _check_hashes(scheduler: Books) -> None:
             salt = request.cache_salt if index == 0 else None
             assert block_hash == hash_block(parent, token_ids, extra=salt_bytes(salt)), f"hash {index} is wrong: {request}"
             parent = block_hash
-        (table,) = request.block_ids
-        assert request.num_cached_blocks <= len(table), f"more cached blocks than blocks: {request}"
+        assert request.num_cached_blocks <= min(len(request.block_ids[0]), len(request.block_hashes)), (
+            f"more cached blocks than blocks: {request}"
+        )
         num_certain = min(request.num_computed_tokens, request.num_tokens)
         assert request.num_cached_blocks * kv.block_size <= num_certain, f"a block with draft tokens in it is cached: {request}"
-        for index in range(request.num_cached_blocks):
-            held = pool.block_hash[table[index]] or pool._twin_hash.get(table[index])
-            assert held is None or held == request.block_hashes[index], f"block {table[index]} caches something else: {request}"
+        for group_id, table in enumerate(request.block_ids):
+            for block_id, block_hash in zip(table[: request.num_cached_blocks], request.block_hashes, strict=False):
+                held = pool.block_hash[block_id] or pool._twin_hash.get(block_id)
+                assert held is None or held == in_group(block_hash, group_id), f"block {block_id} caches something else: {request}"
 
 
 def _check_twins(pool: BlockPool) -> None:

@@ -5,87 +5,171 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from aioengine.config import CacheConfig
-from aioengine.core.block_hash import BlockHash, hash_blocks, root_hash, salt_bytes, short_hash
-from aioengine.core.block_pool import BlockPool
+from aioengine.core.block_hash import BlockHash, hash_blocks, in_group, names_in_group, root_hash, salt_bytes, short_hash
+from aioengine.core.block_pool import NULL_BLOCK_ID, BlockPool
+from aioengine.core.group_managers import make_group_managers
 from aioengine.core.prefix_cache_stats import PrefixCacheStats
+from aioengine.errors import ConfigError
+from aioengine.kv_cache_groups import longest_request, num_blocks_of_request
 from aioengine.request import Request
 
 
 class KVCacheManager:
-    """Block tables of all requests, over one pool.
+    """Block tables of all requests, one for each KV-cache group, over one pool.
 
-    The tables themselves live on the requests (`Request.block_ids`); only this class writes to them.
+    The tables themselves live on the requests (`Request.block_ids`); only this class writes to them. Those of one request are of
+    one length; where a group's window has moved on, the null block stands in a table. (vLLM's hybrid KV cache manager does alike.)
     """
 
-    def __init__(self, cache: CacheConfig, *, num_kv_cache_blocks: int) -> None:
+    def __init__(self, cache: CacheConfig, *, num_kv_cache_blocks: int, max_num_batched_tokens: int) -> None:
+        """Raises ConfigError if the pool is too small for a block of each group. max_num_batched_tokens: the most of one step."""
+        self.groups = cache.kv_cache_groups
         self.block_size = cache.block_size
+        self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_prefix_caching = cache.enable_prefix_caching
+        self.has_windows = any(group.sliding_window is not None for group in self.groups)
         self.block_pool = BlockPool(num_kv_cache_blocks)
+        if self.block_pool.num_total_blocks < len(self.groups):
+            raise ConfigError(
+                f"the KV cache has {self.block_pool.num_total_blocks} blocks, but the first token of a request takes {len(self.groups)}: "
+                "one for each KV-cache group"
+            )
         self.prefix_cache_stats = PrefixCacheStats()
+        self._managers = make_group_managers(self.groups, block_pool=self.block_pool, block_size=self.block_size)
+        self._windowed = [group_id for group_id, group in enumerate(self.groups) if group.sliding_window is not None]
         self._root_hash = root_hash(cache.prefix_caching_seed)
         self._zero_new_blocks = cache.zero_new_blocks
         self._block_ids_to_zero: list[int] = []
         self._hashed: dict[str, tuple[Request, int]] = {}  # request_id -> who got hashes since the last report, and how many it had
 
-    @property
-    def num_token_slots(self) -> int:
-        """Tokens that fit if one request had all blocks."""
-        return self.block_pool.num_total_blocks * self.block_size
+    def make_tables(self) -> tuple[list[int], ...]:
+        """Those of a request that holds nothing."""
+        return tuple([] for _ in self.groups)
+
+    def longest_request(self, limit: int) -> int:
+        """How many tokens, `limit` at most, one request can have in the cache if all blocks are its own."""
+        return longest_request(
+            self.groups,
+            self.block_pool.num_total_blocks,
+            block_size=self.block_size,
+            max_step_tokens=self.max_num_batched_tokens,
+            limit=limit,
+        )
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        """The most blocks that so many tokens of a request hold at once, in all groups together."""
+        return num_blocks_of_request(self.groups, num_tokens, block_size=self.block_size, max_step_tokens=self.max_num_batched_tokens)
 
-    def get_computed_blocks(self, request: Request) -> list[int]:
-        """The cached blocks that hold the longest known prefix of a request without blocks.
+    def num_new_blocks(self, request: Request, num_tokens: int) -> int:
+        """How many blocks a running request takes to have `num_tokens` computed."""
+        num_missing = -(-num_tokens // self.block_size) - len(request.block_ids[0])
+        return num_missing * len(self.groups) if num_missing > 0 else 0
+
+    def get_computed_blocks(self, request: Request) -> tuple[list[int], ...]:
+        """The cached blocks that serve the longest known prefix of a request without blocks: its tables, to begin with.
 
         Never the whole of its tokens: at least one must go through the model to give logits. And none of a request that
         wants log-probabilities of its prompt, until it has them all, with its first output token: they come from logits too.
         """
         if not self._may_look_up(request):
-            return []
-        max_num_blocks = (request.num_tokens - 1) // self.block_size
-        self._extend_block_hashes(request, max_num_blocks)
-        block_ids: list[int] = []
-        for block_hash in request.block_hashes[:max_num_blocks]:
-            block_id = self.block_pool.find(block_hash)
-            if block_id is None:
-                break
-            block_ids.append(block_id)
-        return block_ids
+            return self.make_tables()
+        length = (request.num_tokens - 1) // self.block_size
+        self._extend_block_hashes(request, length)
+        return self.find_hits(request.block_hashes, length)
+
+    def find_hits(self, block_hashes: Sequence[BlockHash], length: int) -> tuple[list[int], ...]:
+        """The tables of the longest prefix, of at most `length` blocks, that every group can serve."""
+        while True:
+            tables: list[list[int]] = []
+            for manager in self._managers:
+                tables += manager.find_hits(block_hashes, length)
+                length = len(tables[-1])
+            if all(len(table) == length for table in tables):
+                return tuple(tables)
 
     def _may_look_up(self, request: Request) -> bool:
         wants_prompt_logprobs = request.sampling_params.prompt_logprobs is not None and not request.num_output_tokens
         return self.enable_prefix_caching and not wants_prompt_logprobs
 
-    def num_blocks_to_take(self, num_tokens: int, computed_block_ids: Sequence[int]) -> int:
-        """How many free blocks `num_tokens` of a request without blocks use up: new ones, and cache hits that nobody holds."""
-        return self.num_blocks_for(num_tokens) - len(computed_block_ids) + self._num_free_among(computed_block_ids)
+    def num_blocks_to_take(self, num_tokens: int, computed: Sequence[Sequence[int]]) -> int:
+        """How many free blocks `num_tokens` of a request without blocks use up: new ones, and cache hits that nobody holds.
 
-    def allocate_slots(self, request: Request, num_new_tokens: int, *, computed_block_ids: Sequence[int] = ()) -> list[int] | None:
+        Where a window moves on while they are computed, the most at any time.
+        """
+        num_computed_tokens = len(computed[0]) * self.block_size
+        hits = self._held(computed)
+        num_blocks = sum(
+            group.max_num_blocks(
+                num_tokens,
+                block_size=self.block_size,
+                max_step_tokens=self.max_num_batched_tokens,
+                num_computed_tokens=num_computed_tokens,
+            )
+            for group in self.groups
+        )
+        return num_blocks - len(hits) + self._num_free_among(hits)
+
+    def allocate_slots(
+        self, request: Request, num_new_tokens: int, *, computed: Sequence[Sequence[int]] = ()
+    ) -> tuple[list[int], ...] | None:
         """Blocks for the next `num_new_tokens` tokens of a request, after its computed ones.
 
-        `computed_block_ids` are cache hits to take over first (for a request without blocks). Returns the ids of the
-        blocks added after those, or None, with nothing changed, if there are not enough free ones.
+        `computed` are cache hits to take over first (for a request without blocks). Returns the ids of the blocks added after
+        those, a list for each group, or () where none was needed; None, with nothing changed, if there are not enough free ones.
         """
-        (table,) = request.block_ids
-        num_tokens = request.num_computed_tokens + len(computed_block_ids) * self.block_size + num_new_tokens
-        new_block_ids: list[int] = []
-        if computed_block_ids or num_tokens > len(table) * self.block_size:
-            num_new_blocks = self.num_blocks_for(num_tokens) - len(table) - len(computed_block_ids)
-            if num_new_blocks + self._num_free_among(computed_block_ids) > self.block_pool.num_free_blocks:
+        num_tokens = request.num_computed_tokens + num_new_tokens
+        new_block_ids: tuple[list[int], ...] | None = ()
+        if computed:
+            num_tokens += len(computed[0]) * self.block_size
+        if computed or num_tokens > len(request.block_ids[0]) * self.block_size:
+            new_block_ids = self._add_blocks(request, -(-num_tokens // self.block_size), computed)
+            if new_block_ids is None:
                 return None
-            self.block_pool.touch(computed_block_ids)
-            new_block_ids = self.block_pool.allocate(num_new_blocks)
-            table += computed_block_ids
-            table += new_block_ids
-            request.num_cached_blocks += len(computed_block_ids)
-            if self._zero_new_blocks:
-                self._block_ids_to_zero += new_block_ids
         if num_tokens >= (request.num_cached_blocks + 1) * self.block_size:  # else no block has become full
             # Registered before the forward has run: the worker runs steps in order, so whoever finds a block here reads
             # it in this step, after the writes of every layer, or in a later one.
             self.cache_blocks(request, num_tokens)
         return new_block_ids
+
+    def _add_blocks(self, request: Request, length: int, computed: Sequence[Sequence[int]]) -> tuple[list[int], ...] | None:
+        """Make the tables `length` blocks long: by cache hits, and by new blocks, which are returned; None: there are not enough."""
+        pool, tables = self.block_pool, request.block_ids
+        num_new_blocks, num_wanted = length - len(tables[0]), 0
+        if computed:
+            hits = self._held(computed)
+            num_new_blocks -= len(computed[0])
+            num_wanted = self._num_free_among(hits)
+        if num_wanted + num_new_blocks * len(tables) > pool.num_free_blocks:
+            return None
+        if computed:
+            pool.touch(hits)
+            for table, found in zip(tables, computed, strict=True):
+                table += found
+            request.num_cached_blocks += len(computed[0])
+        new_block_ids = []
+        for table in tables:
+            added = pool.allocate(num_new_blocks)
+            table += added
+            new_block_ids.append(added)
+            if self._zero_new_blocks:
+                self._block_ids_to_zero += added
+        return tuple(new_block_ids)
+
+    def free_behind_windows(self, request: Request) -> None:
+        """Let go of the blocks that nothing sees which is computed after what has been scheduled.
+
+        To be called whenever `num_computed_tokens` has moved. Steps in flight still read these blocks: the worker runs steps in
+        order, so whoever takes them writes to them later. It needs not be told: it never reads behind a window.
+        """
+        num_computed_tokens = request.num_computed_tokens - len(request.spec_token_ids)  # draft tokens may turn out wrong
+        for group_id in self._windowed:
+            table = request.block_ids[group_id]
+            end = start = self.groups[group_id].first_block_in_sight(num_computed_tokens, block_size=self.block_size)
+            while start and table[start - 1] != NULL_BLOCK_ID:
+                start -= 1
+            if start < end:
+                self.block_pool.free(table[start:end])
+                table[start:end] = [NULL_BLOCK_ID] * (end - start)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Let later requests find the blocks that are full of known, computed tokens."""
@@ -95,10 +179,13 @@ class KVCacheManager:
         if num_full_blocks <= request.num_cached_blocks:
             return
         self._extend_block_hashes(request, num_full_blocks)
-        (table,) = request.block_ids
-        hashes = request.block_hashes
-        for index in range(request.num_cached_blocks, num_full_blocks):
-            self.block_pool.register(table[index], hashes[index], parent_hash=hashes[index - 1] if index else None)
+        start, hashes = request.num_cached_blocks, request.block_hashes
+        for group_id, table in enumerate(request.block_ids):
+            for index in range(start, num_full_blocks):
+                block_id = table[index]
+                if block_id != NULL_BLOCK_ID:  # a window can leave a block behind before its tokens are known
+                    name = in_group(hashes[index], group_id) if group_id else hashes[index]
+                    self.block_pool.register(block_id, name, parent_hash=hashes[index - 1] if index else None)
         request.num_cached_blocks = num_full_blocks
 
     def record_prefix_cache_lookup(self, request: Request, *, num_hits: int) -> None:
@@ -116,9 +203,10 @@ class KVCacheManager:
 
     def free(self, request: Request) -> None:
         """Let go of all blocks of a request. Their content stays findable until they are allocated anew."""
-        (table,) = request.block_ids
-        self.block_pool.free(table)
-        request.block_ids = ([],)
+        tables = request.block_ids
+        # Side by side: what comes first in a prefix is worth more than what comes later, in whichever group.
+        self.block_pool.free(self._held(tables if len(tables) == 1 else list(zip(*tables, strict=True))))
+        request.block_ids = self.make_tables()
         request.num_cached_blocks = 0
 
     def forget_blocks(self, request: Request) -> None:
@@ -127,12 +215,19 @@ class KVCacheManager:
         Also that of blocks it shares: they may be where its trouble came from. And that of blocks it has let go of, when it
         was preempted while its trouble was not known yet. So they are found by their content.
         """
-        self.block_pool.forget(request.block_hashes)
+        for group_id in range(len(self.groups)):
+            self.block_pool.forget(names_in_group(request.block_hashes, group_id))
         request.num_cached_blocks = 0
 
     def take_block_ids_to_zero(self) -> list[int]:
         block_ids, self._block_ids_to_zero = self._block_ids_to_zero, []
         return block_ids
+
+    def _held(self, tables: Sequence[Sequence[int]]) -> Sequence[int]:
+        """The blocks of tables, without the null block."""
+        if len(tables) == 1 and not self.has_windows:
+            return tables[0]
+        return [block_id for table in tables for block_id in table if block_id != NULL_BLOCK_ID]
 
     def _num_free_among(self, block_ids: Sequence[int]) -> int:
         ref_cnt = self.block_pool.ref_cnt

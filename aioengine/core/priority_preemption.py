@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from aioengine.config import SchedulerConfig
 from aioengine.core.kv_cache_manager import KVCacheManager
@@ -32,19 +33,19 @@ def num_to_preempt(
     computed = kv.get_computed_blocks(request)
     num_wanted = kv.num_blocks_to_take(request.num_tokens, computed)
     num_free = kv.block_pool.num_free_blocks
-    kept_by_request = frozenset(computed)
+    kept_by_request = frozenset(chain(*computed))
     released: Counter[int] = Counter()
     keep = len(running)
     while keep >= config.max_num_seqs or num_wanted + claims[keep].num_blocks > num_free:
         if keep == 0 or running[keep - 1].priority <= request.priority:
             return 0
         keep -= 1
-        for block_id in running[keep].block_ids[0]:
+        for block_id in chain(*running[keep].block_ids):
             released[block_id] += 1
             # A block that the request takes over was not counted as wanted, so it gains nothing by becoming free.
             if released[block_id] == kv.block_pool.ref_cnt[block_id] and block_id not in kept_by_request:
                 num_free += 1
-    num_missing_tokens = request.num_tokens - len(computed) * kv.block_size
+    num_missing_tokens = request.num_tokens - len(computed[0]) * kv.block_size
     num_needed_tokens = 1 if config.enable_chunked_prefill else num_missing_tokens
     if claims[keep].num_tokens + num_needed_tokens > config.max_num_batched_tokens:
         return 0

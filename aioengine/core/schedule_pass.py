@@ -48,7 +48,7 @@ class SchedulePass:
         self.scheduled_reqs: list[Request] = []  # those of num_scheduled_tokens, in its order
         self.spec_token_ids: dict[str, list[int]] = {}  # draft tokens, counted in num_scheduled_tokens
         self.running_reqs: list[Request] = []
-        self.running_new_block_ids: list[list[int]] = []  # one list for each of running_reqs
+        self.running_new_block_ids: list[tuple[list[int], ...]] = []  # for each of running_reqs, by group; (): none
         self.new_reqs: list[Request] = []
         self.resumed_reqs: list[Request] = []
         self.preempted_reqs: list[Request] = []
@@ -80,8 +80,8 @@ class SchedulePass:
         claims, budget = [Claim(0, 0)], self.token_budget
         for request in self.running:
             num_new_tokens = self._num_tokens_of_running(request)
-            num_blocks = self.kv_cache_manager.num_blocks_for(request.num_computed_tokens + num_new_tokens)
-            num_new_blocks = max(num_blocks - len(request.block_ids[0]), 0) if num_new_tokens else 0
+            num_tokens = request.num_computed_tokens + num_new_tokens
+            num_new_blocks = self.kv_cache_manager.num_new_blocks(request, num_tokens) if num_new_tokens else 0
             claims.append(Claim(claims[-1].num_tokens + num_new_tokens, claims[-1].num_blocks + num_new_blocks))
             self.token_budget -= num_new_tokens
         self.token_budget = budget
@@ -151,11 +151,11 @@ class SchedulePass:
     def _num_slots_for_draft_tokens(self, request: Request) -> int:
         kv = self.kv_cache_manager
         num_tokens = request.num_computed_tokens + 1
-        num_blocks = max(len(request.block_ids[0]), kv.num_blocks_for(num_tokens))
-        num_blocks += max(0, kv.block_pool.num_free_blocks - len(self.running))
+        num_blocks = max(len(request.block_ids[0]), -(-num_tokens // kv.block_size))
+        num_blocks += max(0, kv.block_pool.num_free_blocks // len(kv.groups) - len(self.running))
         return num_blocks * kv.block_size - num_tokens
 
-    def _allocate_or_preempt(self, request: Request, num_new_tokens: int) -> list[int] | None:
+    def _allocate_or_preempt(self, request: Request, num_new_tokens: int) -> tuple[list[int], ...] | None:
         while True:
             new_block_ids = self.kv_cache_manager.allocate_slots(request, num_new_tokens)
             if new_block_ids is not None:
@@ -215,18 +215,18 @@ class SchedulePass:
     def _admit(self, request: Request) -> AdmissionStop | None:
         """Move a request from waiting to running with its first tokens, or say why not."""
         kv = self.kv_cache_manager
-        computed_block_ids = kv.get_computed_blocks(request)
-        num_computed_tokens = len(computed_block_ids) * kv.block_size
+        computed = kv.get_computed_blocks(request)
+        num_computed_tokens = len(computed[0]) * kv.block_size
         num_missing_tokens = request.num_tokens - num_computed_tokens
         if not self.config.enable_chunked_prefill and num_missing_tokens > self.token_budget:
             return "budget"
         num_new_tokens = self._limit(num_missing_tokens)
         # Room for all its known tokens, not only for the first chunk: a half-admitted prompt would only preempt others.
-        num_blocks = kv.num_blocks_to_take(request.num_tokens, computed_block_ids)
+        num_blocks = kv.num_blocks_to_take(request.num_tokens, computed)
         if num_blocks > kv.block_pool.num_free_blocks:
             self.num_blocks_needed = num_blocks
             return "no_blocks"
-        new_block_ids = kv.allocate_slots(request, num_new_tokens, computed_block_ids=computed_block_ids)
+        new_block_ids = kv.allocate_slots(request, num_new_tokens, computed=computed)
         assert new_block_ids is not None, "it was counted that the blocks are there"
         kv.record_prefix_cache_lookup(request, num_hits=num_computed_tokens)
 
@@ -272,7 +272,7 @@ class SchedulePass:
 
     def make_cached_request_data(self, prev_step_req_ids: Container[str]) -> CachedRequestData:
         """The differences for requests that the worker knows. `prev_step_req_ids`: who was in the previous step."""
-        new_block_ids: list[tuple[list[int], ...] | None] = [(added,) if added else None for added in self.running_new_block_ids]
+        new_block_ids: list[tuple[list[int], ...] | None] = [added or None for added in self.running_new_block_ids]
         new_block_ids += [tuple(list(table) for table in request.block_ids) for request in self.resumed_reqs]
         requests = self.running_reqs + self.resumed_reqs
         return CachedRequestData(

@@ -52,7 +52,10 @@ class Scheduler:
         check_invariants: bool = False,
     ) -> None:
         self.config = config
-        self.kv_cache_manager = KVCacheManager(cache, num_kv_cache_blocks=num_kv_cache_blocks)
+        self.kv_cache_manager = KVCacheManager(
+            cache, num_kv_cache_blocks=num_kv_cache_blocks, max_num_batched_tokens=config.max_num_batched_tokens
+        )
+        self._max_request_tokens = self.kv_cache_manager.longest_request(config.max_model_len)  # that the cache can hold
         self.eos_token_ids = eos_token_ids
         self.requests: dict[str, Request] = {}
         self.waiting = RequestQueue(config.policy)
@@ -84,6 +87,7 @@ class Scheduler:
         set_end_conditions(request, max_model_len=self.config.max_model_len, eos_token_ids=self.eos_token_ids)
         request.arrival_index = self.totals.num_arrived_reqs
         self.totals.num_arrived_reqs += 1
+        request.block_ids = self.kv_cache_manager.make_tables()
         self.requests[request.request_id] = request
         self.waiting.add(request)
         if request.block_hashes:
@@ -104,10 +108,12 @@ class Scheduler:
             )
         num_tokens = min(num_prompt_tokens + request.max_tokens, max_model_len)
         kv = self.kv_cache_manager
-        if num_tokens - 1 > kv.num_token_slots:
+        if num_tokens - 1 > self._max_request_tokens:
+            groups = f", in {len(kv.groups)} KV-cache groups" if len(kv.groups) > 1 else ""
             raise InvalidRequestError(
                 f"the request needs {kv.num_blocks_for(num_tokens - 1)} KV blocks ({num_prompt_tokens} prompt tokens and up to "
-                f"{num_tokens - num_prompt_tokens} more, {kv.block_size} a block), but the cache has {kv.block_pool.num_total_blocks}"
+                f"{num_tokens - num_prompt_tokens} more, {kv.block_size} a block{groups}), "
+                f"but the cache has {kv.block_pool.num_total_blocks}"
             )
 
     def max_tokens_limit(self, num_prompt_tokens: int) -> int:
@@ -115,7 +121,7 @@ class Scheduler:
 
         The last token is sampled but never computed, so it needs no slot in the KV cache.
         """
-        return min(self.config.max_model_len, self.kv_cache_manager.num_token_slots + 1) - num_prompt_tokens
+        return min(self.config.max_model_len, self._max_request_tokens + 1) - num_prompt_tokens
 
     def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> list[Request]:
         """End requests from outside: aborts, stop strings, errors. Unknown and ended ids are ignored.
@@ -221,6 +227,9 @@ class Scheduler:
             request.num_computed_tokens += num_tokens
             if request.num_computed_tokens == request.num_tokens + request.num_output_placeholders + len(request.spec_token_ids):
                 request.num_output_placeholders += 1  # this step samples its next token
+        if self.kv_cache_manager.has_windows:
+            for request in plan.scheduled_reqs:
+                self.kv_cache_manager.free_behind_windows(request)
         self._prev_step_req_ids = plan.num_scheduled_tokens
         self._finished_req_ids.clear()  # the output has its own copy
         self._preempted_req_ids.clear()
@@ -292,6 +301,7 @@ class Scheduler:
         request.spec_token_ids = []
         if request.status == RequestStatus.RUNNING:  # a preemption meanwhile has taken back everything
             request.num_computed_tokens -= num_draft_tokens - num_accepted
+            self.kv_cache_manager.free_behind_windows(request)
         self.totals.num_draft_tokens += num_draft_tokens
         self.totals.num_accepted_tokens += num_accepted
         assert self.proposer is not None

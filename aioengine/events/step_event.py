@@ -13,10 +13,11 @@ from aioengine.core.scheduler_output import AdmissionStop, BlockChanges, Schedul
 from aioengine.outputs import FinishReason
 from aioengine.sampling_params import SamplingParams
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 """1: until 0.1. 2: `approximate`. 3: the engine's totals, the last step in a snapshot, why admission stopped, the order of the free
 queue, parent hashes, when masks were computed. 4: all that a recording needs to be run again: the calls of the scheduler in their
-order, sampled tokens, prompts or else block hashes, what the engine ran on. Older lines lack fields that have a default."""
+order, sampled tokens, prompts or else block hashes, what the engine ran on. 5: tables of several KV-cache groups. Older lines lack
+fields that have a default."""
 
 SchedulerCall = Literal["add", "finish", "reset", "reset_running", "schedule", "update", "ended"]
 """A call of the scheduler: `add_request()` with the next of an event's `added`; `finish_requests()` with the next of its
@@ -120,13 +121,14 @@ class RequestSnapshot:
     arrival_time: float
     num_preemptions: int
     priority: int
-    block_ids: list[int]
+    block_ids: list[int]  # of the first KV-cache group; 0: a block that its window has left behind
     sampling_params: SamplingParams | None = None
     prompt: str | None = None  # these two only where the user asked for text to be published
     text: str | None = None
     recompute_until: int | None = None  # positions below this were computed before a preemption; None: not told (schema 2)
     scheduled_time: float | None = None  # of its first tokens; None: it has not run yet
     first_token_time: float | None = None  # None: it has no token yet
+    other_block_ids: list[list[int]] = field(default_factory=list)  # of the other KV-cache groups, in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,7 @@ class EngineSnapshot:
     paused: bool = False  # nothing is scheduled until the engine is resumed
     approximate: bool = False  # as in a StepEvent
     cached_parent_hashes: list[str] = field(default_factory=list)  # as in BlockChanges, one for each of cached_block_ids
+    cached_block_groups: list[int] = field(default_factory=list)  # KV-cache groups, one for each of them; []: there is only one
     free_block_ids: list[int] = field(default_factory=list)  # in the order in which they will be taken
     last_step: StepEvent | None = None  # the one of step_id
     last_result: StepResultEvent | None = None  # the latest that came; of last_step, or of one before it

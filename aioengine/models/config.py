@@ -142,7 +142,7 @@ def decoder_config(
         hidden_act=_activation(fields),
         rope=rope,
         tie_word_embeddings=flag(fields, "tie_word_embeddings"),
-        layer_windows=(_common_window(windows or [None], num_positions=num_positions),) * positive(fields, "num_hidden_layers"),
+        layer_windows=tuple(None if window is None or window >= num_positions else window for window in windows),
         **facts,
     )
 
@@ -168,19 +168,6 @@ def _activation(fields: Mapping[str, Any]) -> str:
     if find_activation(name) is None:
         raise ModelError(f"config.json: hidden_act {name!r} is not supported; supported: {', '.join(sorted(known_activations()))}")
     return name
-
-
-def _common_window(windows: Sequence[int | None], *, num_positions: int) -> int | None:
-    """The window that all layers have; one that holds the longest sequence is none. Raises ModelError if they differ."""
-    found = {None if window is None or window >= num_positions else window for window in windows}
-    if len(found) > 1:
-        kinds = ", ".join("full attention" if window is None else f"a window of {window} tokens" for window in sorted(found, key=str))
-        raise ModelError(
-            f"config.json: layers of different attention types are not supported: {kinds} ("
-            "keys layer_types, use_sliding_window, max_window_layers); all layers must be alike"
-        )
-    (window,) = found
-    return window
 
 
 def rope_config(fields: Mapping[str, Any], *, max_positions: int, head_dim: int) -> RopeConfig:

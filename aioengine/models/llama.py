@@ -39,3 +39,7 @@ class MistralForCausalLM(DecoderForCausalLM):
     @classmethod
     def read_config(cls, raw: Mapping[str, Any]) -> DecoderConfig:
         return decoder_config(raw, defaults=_MISTRAL_DEFAULTS, windows=mistral_windows(raw, defaults=_MISTRAL_DEFAULTS))
+
+
+class MinistralForCausalLM(MistralForCausalLM):
+    """Mistral in which `layer_types` says which layers have the window: transformers' name for it."""

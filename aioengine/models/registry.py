@@ -21,6 +21,7 @@ BUILT_IN: Mapping[str, str] = MappingProxyType(
         "Gemma3ForCausalLM": "aioengine.models.gemma3:Gemma3ForCausalLM",
         "LlamaForCausalLM": "aioengine.models.llama:LlamaForCausalLM",
         "MistralForCausalLM": "aioengine.models.llama:MistralForCausalLM",
+        "MinistralForCausalLM": "aioengine.models.llama:MinistralForCausalLM",
         "Qwen2ForCausalLM": "aioengine.models.qwen2:Qwen2ForCausalLM",
         "Qwen3ForCausalLM": "aioengine.models.qwen3:Qwen3ForCausalLM",
     }
@@ -33,6 +34,7 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "gemma3_text": "Gemma3ForCausalLM",
         "llama": "LlamaForCausalLM",
         "mistral": "MistralForCausalLM",
+        "ministral": "MinistralForCausalLM",  # what transformers makes of a mistral with `layer_types`
         "qwen2": "Qwen2ForCausalLM",
         "qwen3": "Qwen3ForCausalLM",
     }

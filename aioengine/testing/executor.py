@@ -15,6 +15,7 @@ from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.errors import EngineDeadError
 from aioengine.executor.base import GrammarOutput
 from aioengine.executor.worker_thread import WorkerThread
+from aioengine.kv_cache_groups import group_layers
 from aioengine.outputs import ModelRunnerOutput, TokenLogprobs, WorkerTiming
 from aioengine.testing.books import ContractError, WorkerBooks, WorkerRequest, expect, make_logprobs
 from aioengine.testing.builders import make_model_info
@@ -85,7 +86,8 @@ class FakeExecutor:
         self.outputs: list[SchedulerOutput] = []  # every step that was executed
         self.is_shut_down = False
         self._next_token = next_token
-        self._books = WorkerBooks(num_blocks=num_blocks, block_size=block_size, max_num_seqs=max_num_seqs)
+        groups = group_layers(self.model_info.windows)
+        self._books = WorkerBooks(num_blocks=num_blocks, block_size=block_size, max_num_seqs=max_num_seqs, groups=groups)
         self._executed: list[_Executed] = []
         self._faults: list[_Fault] = []
         self._request_faults: dict[str, _RequestFault] = {}

@@ -12,7 +12,7 @@ from aioengine.config import GIB, ResolvedConfig
 from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.distributed.group import SINGLE_RANK, Group
 from aioengine.errors import ConfigError
-from aioengine.kv_cache_groups import num_layer_caches
+from aioengine.kv_cache_groups import longest_request, num_blocks_of_request, num_layer_caches
 from aioengine.outputs import ModelRunnerOutput
 from aioengine.printable import get_logger
 from aioengine.worker.device import create_device, limit_torch_threads
@@ -97,10 +97,15 @@ class Worker:
         assert self._model is not None, "load_model() comes first: it takes its share of the memory"
         bytes_per_block = self._backend.kv_cache_bytes_per_block() * num_layer_caches(cache.kv_cache_groups)
         available = self.device.kv_cache_memory_bytes(cache, run_largest_step=self._run_largest_step, reserved=self._reserved())
-        blocks_per_request = -(-scheduler.max_model_len // cache.block_size)
+        groups, step_tokens = cache.kv_cache_groups, scheduler.max_num_batched_tokens
+        blocks_per_request = num_blocks_of_request(
+            groups, scheduler.max_model_len, block_size=cache.block_size, max_step_tokens=step_tokens
+        )
         num_blocks = min(available // bytes_per_block, scheduler.max_num_seqs * blocks_per_request + 1)
         if num_blocks < blocks_per_request + 1:
-            tokens_that_fit = max(num_blocks - 1, 0) * cache.block_size
+            tokens_that_fit = longest_request(
+                groups, max(num_blocks - 1, 0), block_size=cache.block_size, max_step_tokens=step_tokens, limit=scheduler.max_model_len
+            )
             need = f"{(blocks_per_request + 1) * bytes_per_block / GIB:.2f} GiB"
             if not scheduler.fit_max_model_len or tokens_that_fit < 2:
                 raise ConfigError(

@@ -67,7 +67,8 @@ class _AddressCheck:
         if not self.ranges:
             return
         shape = np.broadcast_shapes(pointers.data.shape, mask.shape)
-        addresses = np.broadcast_to(pointers.data, shape)[np.broadcast_to(mask, shape)].astype(np.uint64)
+        active = np.broadcast_to(mask, shape).astype(bool)  # one that a scalar became part of holds bytes
+        addresses = np.broadcast_to(pointers.data, shape)[active].astype(np.uint64)
         if addresses.size == 0:
             return
         num_bytes = np.uint64(max(1, pointers.get_element_ty().primitive_bitwidth // 8))

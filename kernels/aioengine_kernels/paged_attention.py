@@ -179,8 +179,11 @@ def _paged_attention_kernel(
     accumulator = tl.zeros((BLOCK_M, DIM_PADDED), tl.float32)
     for tile in tl.range(begin, end):
         position = tile * TILE + tl.arange(0, TILE)
-        # Slots past the sequence may hold anything, NaN included: 0 x NaN is NaN, so the loads are masked, not only the scores.
+        # Slots past the sequence, and blocks behind the window, which may be others' by now, may hold anything, NaN included:
+        # 0 x NaN is NaN, so the loads are masked, not only the scores.
         in_sequence = position < seq_len
+        if WINDOW > 0:
+            in_sequence = in_sequence & (position > context_len + first_query - WINDOW)
         block = tl.load(block_row_ptr + position // BLOCK_SIZE, mask=in_sequence, other=0).to(tl.int64)
         offset = position % BLOCK_SIZE
         key = tl.load(
@@ -250,16 +253,18 @@ def paged_attention_ref(
             out[rows] = 0
         if seq_len == 0 or rows.start == rows.stop:
             continue
-        blocks = block_table[i, : -(-seq_len // block_size)].long()
+        first_query = seq_len - (rows.stop - rows.start)
+        first = 0 if sliding_window is None else max(0, first_query - sliding_window + 1)  # what is before it may be anybody's
+        position = torch.arange(first, seq_len, device=query.device)
+        blocks, offsets = block_table[i, position // block_size].long(), position % block_size
         key, value = (
-            cache[blocks].to(dtype).flatten(0, 1)[:seq_len].repeat_interleave(group, 1) * factor
+            cache[blocks, offsets].to(dtype).repeat_interleave(group, 1) * factor
             for cache, factor in ((key_cache, k_scale), (value_cache, v_scale))
         )
         scores = torch.einsum("qhd,khd->hqk", query[rows].to(dtype), key) * scale
         if logits_soft_cap is not None:
             scores = logits_soft_cap * torch.tanh(scores / logits_soft_cap)
-        position = torch.arange(seq_len, device=query.device)
-        query_position = position[seq_len - (rows.stop - rows.start) :, None]
+        query_position = position[first_query - first :, None]
         visible = position <= query_position
         if sliding_window is not None:
             visible &= query_position - position < sliding_window
@@ -428,7 +433,8 @@ def paged_attention(
     *,
     key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], any strides but a dense last dimension
     value_cache: torch.Tensor,
-    block_table: torch.Tensor,  # [num_reqs, max_num_blocks_per_req] int32; entries past a request's blocks are never read
+    # [num_reqs, max_num_blocks_per_req] int32; entries past a request's blocks, and of blocks behind the window, are never read
+    block_table: torch.Tensor,
     seq_lens: torch.Tensor,  # [num_reqs] int32: cached positions including the query tokens
     query_start_loc: torch.Tensor,  # [num_reqs + 1] int32
     max_query_len: int,

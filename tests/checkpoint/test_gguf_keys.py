@@ -294,6 +294,7 @@ def write_gemma3(path: Path, case: Case, keys: Mapping[str, Any]) -> Path:
     ("keys", "changes"),
     [
         ({}, {}),
+        ({"attention.sliding_window": 7}, {}),
         ({"rope.freq_base_swa": 500.0}, {"sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}),
         (
             {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
@@ -304,7 +305,7 @@ def write_gemma3(path: Path, case: Case, keys: Mapping[str, Any]) -> Path:
 def test_gemma3_is_read_as_llama_cpp_writes_it(keys: Mapping[str, Any], changes: dict[str, Any], tmp_path: Path) -> None:
     """Names and norms; the kinds of layers say their angles, and scaling is for those that see everything."""
     ropes = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in (("full_attention", 1e6), ("sliding_attention", 1e4))}
-    case = gemma3_case(rope_parameters={**ropes, **changes})
+    case = gemma3_case(rope_parameters={**ropes, **changes}, sliding_window=keys.get("attention.sliding_window", 128))
     ours = load_ours(resolve_model(str(write_gemma3(tmp_path, case, {**GEMMA3_KEYS, **keys}))))
     assert_same(logits_of(ours, some_tokens()), reference_logits(random_model(case), some_tokens()))
 

@@ -97,25 +97,25 @@ def request(request_id: str, index: int, *, priority: int = 0, num_tokens: int =
 
 
 def test_slots_that_do_not_fit_change_nothing() -> None:
-    kv = KVCacheManager(CacheConfig(block_size=4), num_kv_cache_blocks=3)
+    kv = KVCacheManager(CacheConfig(block_size=4), num_kv_cache_blocks=3, max_num_batched_tokens=64)
     big = request("a", 0, num_tokens=12)
     assert kv.allocate_slots(big, 12) is None
     assert (kv.block_pool.num_free_blocks, big.block_ids) == (2, ([],))
-    assert kv.allocate_slots(big, 8) == [1, 2]
+    assert kv.allocate_slots(big, 8) == ([1, 2],)
     kv.free(big)
     assert kv.block_pool.num_free_blocks == 2
 
 
 def test_hits_on_free_blocks_count_against_the_free_blocks() -> None:
-    kv = KVCacheManager(CacheConfig(block_size=4), num_kv_cache_blocks=4)  # 3 usable
+    kv = KVCacheManager(CacheConfig(block_size=4), num_kv_cache_blocks=4, max_num_batched_tokens=64)  # 3 usable
     first = request("a", 0, num_tokens=8)
     kv.allocate_slots(first, 8)
     kv.free(first)
     second = request("b", 1, num_tokens=16)
     hits = kv.get_computed_blocks(second)
-    assert hits == [1, 2]
+    assert hits == ([1, 2],)
     assert kv.num_blocks_to_take(16, hits) > kv.block_pool.num_free_blocks >= kv.num_blocks_to_take(12, hits)
-    assert kv.allocate_slots(second, 8, computed_block_ids=hits) is None
+    assert kv.allocate_slots(second, 8, computed=hits) is None
 
 
 @pytest.mark.parametrize(("policy", "order"), [("fcfs", ["a", "b", "c"]), ("priority", ["c", "a", "b"])])

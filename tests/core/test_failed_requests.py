@@ -108,7 +108,7 @@ def test_nobody_finds_what_a_request_had_cached_that_was_preempted_before_its_fa
     update(scheduler, first, failed={"b": "NaN"})
     update(scheduler, second)
     asks_the_same = make_request(prompt, request_id="c", max_tokens=1)
-    assert scheduler.kv_cache_manager.get_computed_blocks(asks_the_same) == []
+    assert scheduler.kv_cache_manager.get_computed_blocks(asks_the_same) == ([],)
     finish_all(scheduler)
 
 

@@ -178,9 +178,9 @@ def test_a_block_that_fills_with_the_last_token_before_a_preemption_is_found_whe
     assert request.num_cached_blocks == 1
     plan = scheduler._start_pass()
     plan.preempt_all()
-    assert len(scheduler.kv_cache_manager.get_computed_blocks(request)) == 1
+    assert len(scheduler.kv_cache_manager.get_computed_blocks(request)[0]) == 1
     answer(scheduler, second)
-    assert len(scheduler.kv_cache_manager.get_computed_blocks(request)) == 2
+    assert len(scheduler.kv_cache_manager.get_computed_blocks(request)[0]) == 2
 
 
 # ------------------------------------------------------------------ what is counted

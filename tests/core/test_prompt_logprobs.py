@@ -58,7 +58,7 @@ def test_after_a_preemption_the_cache_serves_it_only_if_all_of_the_prompt_is_rep
         scheduler.running.remove(wants)
         scheduler.kv_cache_manager.free(wants)
         wants.num_computed_tokens = 0
-        assert len(scheduler.kv_cache_manager.get_computed_blocks(wants)) * 4 == starts_at
+        assert len(scheduler.kv_cache_manager.get_computed_blocks(wants)[0]) * 4 == starts_at
 
 
 def test_entries_come_with_their_chunk_also_without_a_token() -> None:

@@ -17,6 +17,7 @@ from aioengine.config import CacheConfig, SchedulerConfig
 from aioengine.core.invariants import check_idle
 from aioengine.core.scheduler import Scheduler
 from aioengine.core.scheduler_output import SchedulerOutput
+from aioengine.kv_cache_groups import KVCacheGroup, num_blocks_of_request
 from aioengine.outputs import ModelRunnerOutput
 from aioengine.request import Request, RequestStatus
 from aioengine.sampling_params import RepetitionDetectionParams, SamplingParams
@@ -32,13 +33,13 @@ def next_token(history: list[int]) -> int:
 
 
 class Worker:
-    """Applies the differences as a worker must, and keeps for each KV slot the token prefix that was computed there."""
+    """Applies the differences as a worker must, and keeps for each KV slot the token prefix and the group that wrote there."""
 
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
+    def __init__(self, block_size: int, groups: tuple[KVCacheGroup, ...]) -> None:
+        self.block_size, self.groups = block_size, groups
         self.histories: dict[str, list[int]] = {}
-        self.tables: dict[str, list[int]] = {}
-        self.cache: dict[int, tuple[int, ...]] = {}
+        self.tables: dict[str, tuple[list[int], ...]] = {}
+        self.cache: dict[int, tuple[int, tuple[int, ...]]] = {}
 
     def run(self, out: SchedulerOutput) -> ModelRunnerOutput:
         for req_id in out.finished_req_ids:
@@ -49,29 +50,34 @@ class Worker:
         cached = out.scheduled_cached_reqs
         starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for new in out.scheduled_new_reqs:
-            self.histories[new.req_id], self.tables[new.req_id] = list(new.prompt_token_ids), list(new.block_ids[0])
+            self.histories[new.req_id], self.tables[new.req_id] = list(new.prompt_token_ids), tuple(map(list, new.block_ids))
             starts[new.req_id] = new.num_computed_tokens
         for req_id, added in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if req_id in cached.resumed_req_ids:
                 assert req_id not in self.tables
                 assert cached.all_token_ids[req_id] == self.histories[req_id]
-                self.tables[req_id] = []
-            self.tables[req_id] += [] if added is None else added[0]
+                self.tables[req_id] = tuple([] for _ in self.groups)
+            for table, block_ids in zip(self.tables[req_id], added or (), strict=added is not None):
+                table += block_ids
         texts = {req_id: self.histories[req_id] + out.scheduled_spec_decode_tokens.get(req_id, []) for req_id in out.num_scheduled_tokens}
         for req_id, num_tokens in out.num_scheduled_tokens.items():
-            for position in range(starts[req_id], starts[req_id] + num_tokens):
-                self.cache[self._slot(req_id, position)] = tuple(texts[req_id][: position + 1])
-        sampled = [self._sample(req_id, text, starts[req_id] + out.num_scheduled_tokens[req_id]) for req_id, text in texts.items()]
+            for group_id, table in enumerate(self.tables[req_id]):
+                for position in range(starts[req_id], starts[req_id] + num_tokens):
+                    self.cache[self._slot(table, position)] = (group_id, tuple(texts[req_id][: position + 1]))
+        sampled = [self._sample(req_id, text, starts[req_id], out.num_scheduled_tokens[req_id]) for req_id, text in texts.items()]
         return ModelRunnerOutput(list(texts), {req_id: i for i, req_id in enumerate(texts)}, sampled)
 
-    def _slot(self, req_id: str, position: int) -> int:
-        block_id = self.tables[req_id][position // self.block_size]
+    def _slot(self, table: list[int], position: int) -> int:
+        block_id = table[position // self.block_size]
         assert block_id > 0, "the null block is used"
         return block_id * self.block_size + position % self.block_size
 
-    def _sample(self, req_id: str, text: list[int], end: int) -> list[int]:
-        for position in range(end):
-            assert self.cache[self._slot(req_id, position)] == tuple(text[: position + 1]), "a slot holds another prefix"
+    def _sample(self, req_id: str, text: list[int], start: int, num_tokens: int) -> list[int]:
+        end = start + num_tokens
+        for group_id, (group, table) in enumerate(zip(self.groups, self.tables[req_id], strict=True)):
+            for position in range(0 if group.sliding_window is None else max(0, start - group.sliding_window + 1), end):
+                held = self.cache[self._slot(table, position)]
+                assert held == (group_id, tuple(text[: position + 1])), "a slot holds another prefix, or another group's"
         if end < len(text):
             return []
         history = self.histories[req_id]
@@ -83,6 +89,58 @@ class Worker:
         return history[num_known:]
 
 
+class BlockOracle:
+    """Which blocks each request must hold, worked out position by position from what the worker was told and gave back."""
+
+    def __init__(self, scheduler: Scheduler, block_size: int, groups: tuple[KVCacheGroup, ...]) -> None:
+        self.scheduler, self.block_size, self.groups = scheduler, block_size, groups
+        self.next_position: dict[str, int] = {}  # of running requests: the first that later steps may compute
+        self.num_positions: dict[str, int] = {}  # that have a slot: all that steps were planned for
+
+    def note_scheduled(self, out: SchedulerOutput) -> None:
+        cached = out.scheduled_cached_reqs
+        starts = {new.req_id: new.num_computed_tokens for new in out.scheduled_new_reqs}
+        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for req_id in out.preempted_req_ids | cached.resumed_req_ids:
+            self.num_positions.pop(req_id, None)
+        for req_id, num_tokens in out.num_scheduled_tokens.items():
+            has_draft_tokens = req_id in out.scheduled_spec_decode_tokens
+            self.next_position[req_id] = starts[req_id] + (1 if has_draft_tokens else num_tokens)
+            self.num_positions[req_id] = max(self.num_positions.get(req_id, 0), starts[req_id] + num_tokens)
+
+    def note_accepted(self, out: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        for req_id in out.scheduled_spec_decode_tokens:
+            self.next_position[req_id] += len(result.sampled_token_ids[result.req_id_to_index[req_id]]) - 1
+
+    def check(self) -> None:
+        held: list[int] = []
+        for request in self.scheduler.requests.values():
+            if request.status != RequestStatus.RUNNING:
+                assert not any(request.block_ids), "who waits holds nothing"
+                continue
+            tables = request.block_ids
+            for group, table in zip(self.groups, tables, strict=True):
+                window = group.sliding_window or MAX_MODEL_LEN
+                seen = self.next_position[request.request_id] - window + 1
+                num_slots = -(-self.num_positions[request.request_id] // self.block_size) * self.block_size
+                indices = {position // self.block_size for position in range(num_slots) if position >= seen}
+                assert {index for index, block_id in enumerate(table) if block_id} == indices, (request, group, table)
+                held += filter(None, table)
+        pool = self.scheduler.kv_cache_manager.block_pool
+        assert pool.num_total_blocks - pool.num_free_blocks == len(set(held)), "what nobody holds is free"
+
+
+def draw_groups(rng: random.Random) -> tuple[KVCacheGroup, ...]:
+    """Often one that sees everything, else one with a window, or 2 to 6 of a few kinds."""
+    if rng.random() < 0.4:
+        return (KVCacheGroup((0,)),)
+    if rng.random() < 0.2:
+        return (KVCacheGroup((0,), rng.randint(1, 20)),)
+    kinds = [rng.choice((None, rng.randint(1, 20))) for _ in range(3)]
+    windows = sorted((rng.choice(kinds) for _ in range(rng.randint(2, 6))), key=lambda window: window or 0)
+    return tuple(KVCacheGroup((layer,), window) for layer, window in enumerate(windows))
+
+
 class Run:
     """A scheduler of random shape, and the calls that an engine could make."""
 
@@ -92,10 +150,13 @@ class Run:
         max_num_seqs = rng.randint(1, 6)
         num_speculative_tokens = rng.choice((0, 0, 1, 4))
         self.depth = 1 if num_speculative_tokens else rng.randint(1, 3)
+        groups = draw_groups(rng)
+        max_num_batched_tokens = max_num_seqs + rng.randint(0, 30)
+        num_blocks = num_blocks_of_request(groups, MAX_MODEL_LEN, block_size=block_size, max_step_tokens=max_num_batched_tokens)
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_seqs + rng.randint(0, 30),
+                max_num_batched_tokens=max_num_batched_tokens,
                 max_model_len=MAX_MODEL_LEN,
                 long_prefill_token_threshold=rng.choice((0, 0, 3, 7)),
                 policy=rng.choice(("fcfs", "priority")),
@@ -103,12 +164,18 @@ class Run:
                 prompt_lookup_min=1,
                 prompt_lookup_max=3,
             ),
-            cache=CacheConfig(block_size=block_size, enable_prefix_caching=rng.random() < 0.9, zero_new_blocks=rng.random() < 0.3),
-            num_kv_cache_blocks=1 + MAX_MODEL_LEN // block_size + rng.choice((0, 1, 5, 20)),
+            cache=CacheConfig(
+                block_size=block_size,
+                enable_prefix_caching=rng.random() < 0.9,
+                zero_new_blocks=rng.random() < 0.3,
+                kv_cache_groups=groups,
+            ),
+            num_kv_cache_blocks=1 + num_blocks + rng.choice((0, 1, 5, 20)) * len(groups),
             eos_token_ids=frozenset({EOS}),
             check_invariants=True,
         )
-        self.worker = Worker(block_size)
+        self.worker = Worker(block_size, groups)
+        self.oracle = BlockOracle(self.scheduler, block_size, groups)
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.live: dict[str, Request] = {}
         self.num_added = 0
@@ -143,7 +210,9 @@ class Run:
         num_steps = 0
         if len(self.in_flight) < self.depth and (out := self.scheduler.schedule()) is not None:
             self.in_flight.append((out, self.worker.run(out)))
+            self.oracle.note_scheduled(out)
             num_steps = 1
+        self.oracle.check()
         if self.in_flight and (len(self.in_flight) == self.depth or rng.random() < 0.5):
             self.update()
         return num_steps
@@ -152,12 +221,14 @@ class Run:
         out, result = self.in_flight.popleft()
         if result.req_ids and self.rng.random() < 0.02:
             result = replace(result, failed_req_ids={self.rng.choice(result.req_ids): "NaN"})
+        self.oracle.note_accepted(out, result)
         for output in self.scheduler.update_from_output(out, result):
             if output.finish_reason is not None:
                 request = self.live.pop(output.request_id)
                 if output.finish_reason != "error":
                     self.check_ended(request)
         self.check_stats()
+        self.oracle.check()
 
     def check_ended(self, request: Request) -> None:
         """It is what the model gives to this prompt alone."""
@@ -178,6 +249,7 @@ class Run:
                 break
             if len(self.in_flight) < self.depth and (out := self.scheduler.schedule()) is not None:
                 self.in_flight.append((out, self.worker.run(out)))
+                self.oracle.note_scheduled(out)
             self.update()
         assert not self.live
         check_idle(self.scheduler)

@@ -11,10 +11,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from aioengine.config import CacheConfig, SchedulerConfig
+from aioengine.core.block_hash import in_group
 from aioengine.core.invariants import check_idle, check_scheduler
 from aioengine.core.scheduler import Scheduler
 from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.errors import InvalidRequestError
+from aioengine.kv_cache_groups import KVCacheGroup, group_layers
 from aioengine.outputs import ModelRunnerOutput
 from aioengine.request import Request, RequestStatus
 from aioengine.sampling_params import SamplingParams
@@ -31,18 +33,19 @@ def next_token(history: list[int]) -> int:
 @dataclass
 class Row:
     history: list[int]
-    block_ids: list[int]
+    tables: list[list[int]]  # one for each KV-cache group
 
 
 @dataclass
 class StrictWorker:
-    """Applies the differences as a worker must, and models the KV cache: slot -> the token prefix that was computed there."""
+    """Applies the differences as a worker must, and models the KV cache: slot -> the token prefix and the group that wrote there."""
 
     block_size: int
     max_num_seqs: int
+    groups: tuple[KVCacheGroup, ...] = (KVCacheGroup((0,)),)
     rows: dict[str, Row] = field(default_factory=dict)
     known: set[str] = field(default_factory=set)
-    cache: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    cache: dict[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
 
     def run(self, out: SchedulerOutput) -> ModelRunnerOutput:
         for req_id in out.finished_req_ids:
@@ -59,7 +62,7 @@ class StrictWorker:
         for req_id, num_tokens in out.num_scheduled_tokens.items():  # every layer writes all keys before it reads any
             self._write(self.rows[req_id], starts[req_id], num_tokens, draft_token_ids=draft_token_ids.get(req_id, []))
         sampled = [
-            self._read_and_sample(self.rows[req_id], starts[req_id] + n, draft_token_ids=draft_token_ids.get(req_id, []))
+            self._read_and_sample(self.rows[req_id], starts[req_id], n, draft_token_ids=draft_token_ids.get(req_id, []))
             for req_id, n in out.num_scheduled_tokens.items()
         ]
         req_ids = list(out.num_scheduled_tokens)
@@ -69,7 +72,7 @@ class StrictWorker:
         for new in out.scheduled_new_reqs:
             assert new.req_id not in self.known
             self.known.add(new.req_id)
-            self.rows[new.req_id] = Row(new.prompt_token_ids.copy(), new.block_ids[0].copy())
+            self.rows[new.req_id] = Row(new.prompt_token_ids.copy(), [table.copy() for table in new.block_ids])
         return {new.req_id: new.num_computed_tokens for new in out.scheduled_new_reqs}
 
     def _apply_cached(self, out: SchedulerOutput) -> dict[str, int]:
@@ -80,28 +83,33 @@ class StrictWorker:
             if req_id in cached.resumed_req_ids:
                 assert req_id not in self.rows
                 assert block_ids is not None
-                self.rows[req_id] = Row(cached.all_token_ids[req_id].copy(), block_ids[0].copy())
+                self.rows[req_id] = Row(cached.all_token_ids[req_id].copy(), [table.copy() for table in block_ids])
             elif block_ids is not None:
-                assert block_ids[0]
-                self.rows[req_id].block_ids += block_ids[0]
+                for table, added in zip(self.rows[req_id].tables, block_ids, strict=True):
+                    assert added
+                    table += added
         return dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
 
-    def _slot(self, row: Row, position: int) -> int:
-        return row.block_ids[position // self.block_size] * self.block_size + position % self.block_size
+    def _slot(self, table: list[int], position: int) -> int:
+        slot = table[position // self.block_size] * self.block_size + position % self.block_size
+        assert slot >= self.block_size, "the null block is used"
+        return slot
 
     def _write(self, row: Row, start: int, num_tokens: int, *, draft_token_ids: list[int]) -> None:
         tokens = row.history + draft_token_ids
         assert start + num_tokens <= len(tokens), "a token that is neither known nor drafted is computed"
         assert not draft_token_ids or start + num_tokens == len(tokens), "draft tokens are left out"
-        for position in range(start, start + num_tokens):
-            slot = self._slot(row, position)
-            assert slot >= self.block_size, "the null block is written"
-            self.cache[slot] = tuple(tokens[: position + 1])
+        for group_id, table in enumerate(row.tables):
+            for position in range(start, start + num_tokens):
+                self.cache[self._slot(table, position)] = (group_id, tuple(tokens[: position + 1]))
 
-    def _read_and_sample(self, row: Row, end: int, *, draft_token_ids: list[int]) -> list[int]:
-        tokens = row.history + draft_token_ids
-        for position in range(end):
-            assert self.cache.get(self._slot(row, position)) == tuple(tokens[: position + 1]), "a slot holds another prefix"
+    def _read_and_sample(self, row: Row, start: int, num_tokens: int, *, draft_token_ids: list[int]) -> list[int]:
+        tokens, end = row.history + draft_token_ids, start + num_tokens
+        for group_id, (group, table) in enumerate(zip(self.groups, row.tables, strict=True)):
+            first = 0 if group.sliding_window is None else max(0, start - group.sliding_window + 1)
+            for position in range(first, end):
+                expected = (group_id, tuple(tokens[: position + 1]))
+                assert self.cache.get(self._slot(table, position)) == expected, "a slot holds another prefix, or another group's"
         if end < len(tokens):
             return []
         num_known = len(row.history)
@@ -134,6 +142,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunked=st.booleans(),
         num_speculative_tokens=st.sampled_from([0, 1, 3, 8]),
         min_n=st.integers(1, 2),
+        windows=st.sampled_from([(None,), (None,), (1,), (5,), (None, 3), (6, None, 6), (None, 2, 2, 7, None, 2), (4, 9)]),
     )
     def start(
         self,
@@ -149,6 +158,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunked: bool,
         num_speculative_tokens: int,
         min_n: int,
+        windows: tuple[int | None, ...],
     ) -> None:
         self.depth = depth
         max_model_len = 24
@@ -164,12 +174,14 @@ class SchedulerMachine(RuleBasedStateMachine):
                 prompt_lookup_min=min_n,
                 prompt_lookup_max=3,
             ),
-            cache=CacheConfig(block_size=block_size, enable_prefix_caching=caching, zero_new_blocks=zeroing),
-            num_kv_cache_blocks=num_blocks,
+            cache=CacheConfig(
+                block_size=block_size, enable_prefix_caching=caching, zero_new_blocks=zeroing, kv_cache_groups=group_layers(windows)
+            ),
+            num_kv_cache_blocks=1 + (num_blocks - 1) * (1 + len(group_layers(windows))) // 2,  # windows need less
             eos_token_ids=frozenset({EOS}),
             check_invariants=True,
         )
-        self.worker = StrictWorker(block_size, max_num_seqs)
+        self.worker = StrictWorker(block_size, max_num_seqs, groups=group_layers(windows))
 
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=24),
@@ -183,8 +195,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         params = SamplingParams(max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), ignore_eos=ignore_eos)
         request = Request(f"r{self.num_added}", prompt, sampling_params=params, priority=priority, cache_salt=salt)
         self.num_added += 1
-        slots = self.scheduler.kv_cache_manager.num_token_slots
-        fits = len(prompt) < 24 and min(len(prompt) + max_tokens, 24) - 1 <= slots
+        kv = self.scheduler.kv_cache_manager
+        num_blocks = kv.num_blocks_for(min(len(prompt) + max_tokens, 24) - 1)
+        fits = len(prompt) < 24 and num_blocks <= kv.block_pool.num_total_blocks
         try:
             self.scheduler.add_request(request)
         except InvalidRequestError:
@@ -226,7 +239,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             if result.request_id == fails:
                 assert (result.new_token_ids, result.finish_reason, result.error) == ([], "error", "NaN")
                 find = self.scheduler.kv_cache_manager.block_pool.find
-                assert not any(find(block_hash) for block_hash in request.block_hashes), "what a failed request computed is served"
+                names = [in_group(name, group_id) for name in request.block_hashes for group_id in range(len(self.worker.groups))]
+                assert not any(map(find, names)), "what a failed request computed is served"
                 del self.live[fails]
                 continue
             assert result.new_token_ids == request.output_token_ids[-len(result.new_token_ids) :]

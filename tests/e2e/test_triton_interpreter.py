@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.test_layer_windows import save_random_model
+
 pytest.importorskip("triton")
 
 ROOT = Path(__file__).parents[2]
@@ -104,6 +106,20 @@ def test_what_a_step_launches(interpreted: dict[str, Any], tiny_model: Path) -> 
         sampling = ("_weigh_chunks_kernel", "_draw_kernel", "_top_k_top_p_kernel", "_token_logprobs_kernel")
         assert all(launches.pop(name, 0) <= 1 for name in sampling)
         assert launches == {}
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.timeout(600)
+def test_layers_with_windows_of_their_own(tmp_path: Path) -> None:
+    """Two KV-cache groups, which share the one cache: prompts of several windows, and a pool that forces preemption."""
+    save_random_model("qwen3", tmp_path, layer_types=["sliding_attention", "full_attention"])
+    requests = make_requests()[: GREEDY.stop]
+    expected = run_engine(tmp_path, "torch_paged", requests=requests, options={"num_kv_cache_blocks": 60})
+    options = {"num_kv_cache_blocks": 10, "max_num_batched_tokens": 24}
+    actual = run_engine(tmp_path, "triton", requests=requests, options=options, TRITON_INTERPRET="1")
+    assert actual["num_preemptions"] > expected["num_preemptions"] == 0
+    assert [output["token_ids"] for output in actual["outputs"]] == [output["token_ids"] for output in expected["outputs"]]
 
 
 @pytest.mark.timeout(600)

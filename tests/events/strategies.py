@@ -236,6 +236,7 @@ snapshots = st.builds(
             num_preemptions=counts,
             priority=st.integers(-100, 100),
             block_ids=block_ids,
+            other_block_ids=st.lists(block_ids, max_size=2),
             sampling_params=st.none() | sampling_params,
             prompt=st.none() | texts,
             text=st.none() | texts,

@@ -36,6 +36,7 @@ from aioengine.events.step_event import (
 )
 from aioengine.events.wire import HIDDEN_TOKEN_ID, WireError, WireHeader, decode, decode_header, encode, encode_header
 from aioengine.printable import printable, printable_json
+from aioengine.replay.frames import replay_frames
 from aioengine.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from aioengine_tui.model.state import DashboardState
 from aioengine_tui.model.state_json import state_to_json
@@ -117,9 +118,11 @@ SNAPSHOT = EngineSnapshot(
             recompute_until=2,
             scheduled_time=1.0,
             first_token_time=1.75,
+            other_block_ids=[[0, 7]],
         )
     ],
     cached_block_ids=[4],
+    cached_block_groups=[0],
     cached_block_hashes=["ab"],
     cached_parent_hashes=[""],
     free_block_ids=[9, 8],
@@ -295,6 +298,20 @@ def test_a_recording_of_schema_2_still_reads_and_says_whose_totals_it_has() -> N
     assert state.blocks.eviction_order() is None
     assert all(node.parent_hash for node in state.blocks.prefix_nodes())
     state_to_json(state, complete=True)
+
+
+def test_a_recording_of_schema_4_still_runs_again_and_has_one_group() -> None:
+    """It was written by the last engine before KV-cache groups, without text; it has preemptions, evictions and draft-free decoding."""
+    recording = read_recording(DATA / "schema_4.jsonl")
+    assert recording.header.schema_version == 4
+    report = replay_frames(recording.header, recording.events)
+    assert (report.difference, report.num_steps, report.num_preemptions) == (None, 113, 4)
+    state = DashboardState()
+    state.apply(recording.header)
+    for event in recording.events:
+        state.apply(event)
+        assert state.blocks.num_used == event.stats.num_used_blocks
+    assert len(state.groups) == 1
 
 
 def test_parameters_that_only_an_older_engine_took_still_read() -> None:

@@ -132,7 +132,28 @@ def cases() -> dict[str, Case]:
             transformers.Qwen2Config(**_SHAPE, use_sliding_window=True, sliding_window=9, max_window_layers=0),
             transformers.Qwen2ForCausalLM,
         ),
+        "mistral-mixed": Case(
+            transformers.MinistralConfig(
+                **_SHAPE, head_dim=16, sliding_window=7, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
+            ),
+            transformers.MinistralForCausalLM,
+        ),
+        "qwen2-mixed": Case(
+            transformers.Qwen2Config(**_SHAPE, use_sliding_window=True, sliding_window=9, max_window_layers=1),
+            transformers.Qwen2ForCausalLM,
+        ),
+        "qwen3-mixed": Case(
+            transformers.Qwen3Config(
+                **_SHAPE,
+                head_dim=16,
+                use_sliding_window=True,
+                sliding_window=5,
+                layer_types=["full_attention", "full_attention", "sliding_attention"],
+            ),
+            transformers.Qwen3ForCausalLM,
+        ),
         "gemma3": Case(transformers.Gemma3TextConfig(**_GEMMA3), transformers.Gemma3ForCausalLM),
+        "gemma3-window": Case(transformers.Gemma3TextConfig(**{**_GEMMA3, "sliding_window": 7}), transformers.Gemma3ForCausalLM),
         "gemma3-linear": Case(
             transformers.Gemma3TextConfig(**_GEMMA3, rope_parameters=_GEMMA3_ROPE, attention_bias=True), transformers.Gemma3ForCausalLM
         ),

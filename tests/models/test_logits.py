@@ -24,7 +24,7 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     assert_same(logits_of(ours, some_tokens()), expected)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen3", "qwen3-mixed", "gemma3-window"])
 def test_chunks_give_the_logits_of_the_whole(name: str, tmp_path: Path) -> None:
     ours = load_ours(save(random_model(cases()[name]), tmp_path))
     whole = logits_of(ours, some_tokens())
@@ -169,15 +169,15 @@ def test_a_scaling_beyond_the_rotary_table_ends_where_the_table_ends(tmp_path: P
     assert read_model_info(files).max_position_embeddings == (1 << 28) // 16
 
 
-def test_qwen_windows_on_some_layers_only_are_refused(tmp_path: Path) -> None:
+def test_windows_on_some_layers_only_are_told_layer_by_layer(tmp_path: Path) -> None:
     files = save(random_model(cases()["qwen2-window"]), tmp_path)
     assert read_model_info(files).sliding_window == 9
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
     config["layer_types"] = ["full_attention", "sliding_attention", "sliding_attention"]
     path.write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="different attention types"):
-        read_model_info(files)
+    info = read_model_info(files)
+    assert (info.sliding_window, info.windows) == (None, (None, 9, 9))
 
 
 GEMMA3_ERRORS: list[tuple[dict[str, Any], str]] = [

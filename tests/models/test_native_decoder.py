@@ -45,6 +45,7 @@ CONFIGS = {
     "llama": BASE,
     "qwen2": replace(BASE, qkv_bias=True, tie_word_embeddings=False),
     "qwen3": replace(BASE, qk_norm=True),
+    "windows of two kinds": replace(BASE, num_layers=5, layer_windows=(9, None, 17, 9, None), qk_norm=True),
     "gemma3": replace(
         BASE,
         num_layers=3,

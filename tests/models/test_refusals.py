@@ -98,11 +98,12 @@ def test_a_config_that_cannot_be_served(what: str, whole: Path, tmp_path: Path) 
 
 
 WINDOWS: dict[str, tuple[dict[str, Any], str]] = {
-    "mixed": (
-        {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
-        "layers of different attention types are not supported: a window of 9 tokens, full attention.*layer_types",
+    "too many": ({"layer_types": ["full_attention"] * 4}, "layer_types has 4 entries, num_hidden_layers is 3"),
+    "a window of 0": ({"sliding_window": 0}, "sliding_window must be a positive integer, got 0"),
+    "a window of 0 on some layers": (
+        {"sliding_window": 0, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        "sliding_window must be a positive integer, got 0",
     ),
-    "mixed by number": ({"layer_types": None, "max_window_layers": 2}, "different attention types.*max_window_layers"),
     "of a kind unknown": ({"layer_types": ["chunked_attention"] * 3}, "layer_types chunked_attention is not supported; full_attention and"),
     "too few": ({"layer_types": ["sliding_attention"] * 2}, "layer_types has 2 entries, num_hidden_layers is 3"),
     "no window": ({"use_sliding_window": False}, "use_sliding_window is False, sliding_window is 9"),

@@ -11,10 +11,24 @@ from typing import Any
 from aioengine import AsyncEngine, SamplingParams
 from aioengine.engine.async_engine import AsyncEngine as Engine
 from aioengine.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
-from aioengine.testing import FakeExecutor, FakeTokenizer, in_virtual_time, scripted
+from aioengine.testing import FakeExecutor, FakeTokenizer, in_virtual_time, make_model_info, scripted
+from aioengine.testing.tokens import default_next_token
 from tests.tui.runs import run_workload, settle
 
-KINDS = ("plain", "text_free", "guesses", "guesses_text_free", "priority", "structured", "one_step", "no_prefix_cache", "demo")
+KINDS = (
+    "plain",
+    "text_free",
+    "guesses",
+    "guesses_text_free",
+    "priority",
+    "structured",
+    "one_step",
+    "no_prefix_cache",
+    "demo",
+    "groups",
+    "groups_text_free",
+    "guesses_groups",
+)
 
 
 def make_engine(kind: str, path: Path) -> AsyncEngine:
@@ -33,11 +47,17 @@ def make_engine(kind: str, path: Path) -> AsyncEngine:
         options["async_scheduling"] = False
     if kind == "no_prefix_cache":
         options["enable_prefix_caching"] = False
+    windows: tuple[int | None, ...] = (None,)
     num_blocks = 40 if kind == "demo" else 36
-    executor = (
-        FakeExecutor(num_blocks=num_blocks, block_size=4, forward_s=0.0005, in_loop=True, next_token=scripted("abcabcabcabc", then=97))
-        if kind.startswith("guesses")
-        else FakeExecutor(num_blocks=num_blocks, block_size=4, forward_s=0.0005, in_loop=True)
+    if "groups" in kind:
+        windows, num_blocks = (None, 30, 30, 9), 94
+    executor = FakeExecutor(
+        num_blocks=num_blocks,
+        block_size=4,
+        forward_s=0.0005,
+        in_loop=True,
+        next_token=scripted("abcabcabcabc", then=97) if kind.startswith("guesses") else default_next_token,
+        model_info=make_model_info(layer_windows=windows),
     )
     return AsyncEngine(executor=executor, tokenizer=FakeTokenizer(), record=path, **options)
 

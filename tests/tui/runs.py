@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from aioengine import AsyncEngine, SamplingParams
 from aioengine.events.step_event import EngineSnapshot, Event
 from aioengine.events.wire import WireHeader
-from aioengine.testing import FakeExecutor, FakeTokenizer, in_virtual_time
+from aioengine.kv_cache_groups import group_layers
+from aioengine.testing import FakeExecutor, FakeTokenizer, in_virtual_time, make_model_info
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,14 @@ async def settle(engine: AsyncEngine) -> None:
     raise AssertionError("the engine did not become idle")
 
 
-def make_engine(*, forward_s: float = 0.0005, record: Path | None = None, in_loop: bool = False, **options: object) -> AsyncEngine:
+def make_engine(
+    *,
+    forward_s: float = 0.0005,
+    record: Path | None = None,
+    in_loop: bool = False,
+    layer_windows: Sequence[int | None] = (None,),
+    **options: object,
+) -> AsyncEngine:
     small: dict[str, object] = {
         "max_num_seqs": 6,
         "max_num_batched_tokens": 24,
@@ -58,8 +67,10 @@ def make_engine(*, forward_s: float = 0.0005, record: Path | None = None, in_loo
         "check_invariants": True,
         "publish_text": True,
     }
+    model_info = make_model_info(layer_windows=layer_windows)
+    num_blocks = 1 + 35 * len(group_layers(layer_windows))
     return AsyncEngine(
-        executor=FakeExecutor(num_blocks=36, block_size=4, forward_s=forward_s, in_loop=in_loop),
+        executor=FakeExecutor(num_blocks=num_blocks, block_size=4, forward_s=forward_s, in_loop=in_loop, model_info=model_info),
         tokenizer=FakeTokenizer(),
         record=record,
         **{**small, **options},  # type: ignore[arg-type]
@@ -67,11 +78,11 @@ def make_engine(*, forward_s: float = 0.0005, record: Path | None = None, in_loo
 
 
 @in_virtual_time
-async def make_run(*, num_requests: int = 30, record: Path | None = None) -> Run:
+async def make_run(*, num_requests: int = 30, record: Path | None = None, layer_windows: Sequence[int | None] = (None,)) -> Run:
     """The same in every process: nothing depends on how fast anything is."""
     events: list[Event] = []
     snapshots: list[EngineSnapshot] = []
-    engine = make_engine(record=record, in_loop=True)
+    engine = make_engine(record=record, in_loop=True, layer_windows=layer_windows)
 
     def observe(event: Event) -> None:
         events.append(event)

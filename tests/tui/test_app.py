@@ -15,8 +15,11 @@ from textual.pilot import Pilot
 from aioengine.events.sources.base import Gap, SourceStatus
 from aioengine.testing import in_virtual_time
 from aioengine_tui.app import DashboardApp
+from aioengine_tui.messages import OpenRequest
 from aioengine_tui.screens.batch import BatchView
+from aioengine_tui.screens.blocks import BlocksView
 from aioengine_tui.widgets.line_view import LineView
+from tests.tui.runs import Run, make_run
 from tests.tui.support import ListSource, MadeUpEngine, busy_items
 
 SIZES = [(80, 24), (60, 16), (160, 48), (40, 10)]
@@ -255,6 +258,42 @@ async def test_blocks_of_a_request_are_lit_and_their_owner_is_a_key_away() -> No
         await press(app, pilot, "right", "enter")
         assert app.view.id == "request"
         assert "block table" in app.view.text
+
+
+@pytest.fixture(scope="module")
+def group_run() -> Run:
+    return make_run(layer_windows=(None, 12, 12, 6))
+
+
+@in_virtual_time
+async def test_the_blocks_of_a_kv_cache_group_are_counted_and_lit(group_run: Run) -> None:
+    run = group_run
+    index = max(range(len(run.events)), key=lambda index: run.events[index].stats.num_used_blocks)
+    tables = [[request.block_ids, *request.other_block_ids] for request in run.snapshots[index].requests]
+    held = [len({block_id for table in tables for block_id in table[group_id] if block_id}) for group_id in range(4)]
+    assert held[0] > held[2] == held[3] > held[1] > 0
+    items = [run.header, SourceStatus("live", "test"), *run.events[: index + 1]]
+    async with running(ListSource(items), size=(130, 40)) as (app, pilot):
+        await press(app, pilot, "4")
+        text = app.view.text
+        assert f"by group {' '.join(map(str, held))}" in text
+        words = ["0 sees all, 1 layer", "1 window 6, 1 layer", "2 window 12, 1 layer", "3 window 12, 1 layer"]
+        assert all(f"{count} {group}" in text for count, group in zip(held, words, strict=True))
+        view = app.view
+        assert isinstance(view, BlocksView)
+        for group_id in (0, 1, 2, 3, 0):
+            await press(app, pilot, "g")
+            assert view.lit_group == group_id
+            assert view._lit_blocks(app.session.state) == {block_id for table in tables for block_id in table[group_id] if block_id}
+        await press(app, pilot, "G")
+        assert view.lit_group == 3
+        await press(app, pilot, "c")
+        assert not view._lit_blocks(app.session.state)
+        holder = max(app.session.state.requests.values(), key=lambda row: row.num_blocks)
+        app.post_message(OpenRequest(holder.request_id))
+        await settle(app, pilot)
+        assert all(f"KV-cache group {group_id}: " in app.view.text for group_id in range(4))
+        assert "behind its window" in app.view.text
 
 
 # ---------------------------------------------------------------------------------------------------- truth

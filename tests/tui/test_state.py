@@ -58,7 +58,23 @@ def fold(run: Run) -> DashboardState:
 
 # ---------------------------------------------------------------------------------------------------- it is the truth
 def test_the_state_agrees_with_the_engines_own_counts_after_every_event(run: Run) -> None:
+    check_agreement(run)
+
+
+@pytest.mark.parametrize("layer_windows", [(None, 20, 20, 6), (11,), (5, 40)], ids=str)
+def test_the_state_agrees_with_the_engine_in_every_kv_cache_group(layer_windows: tuple[int | None, ...]) -> None:
+    run = make_run(layer_windows=layer_windows)
+    assert any(0 in table for snapshot in run.snapshots for request in snapshot.requests for table in tables_of(request))
+    check_agreement(run)
+
+
+def tables_of(request: RequestSnapshot) -> list[list[int]]:
+    return [request.block_ids, *request.other_block_ids]
+
+
+def check_agreement(run: Run) -> None:
     state = DashboardState()
+    state.apply(run.header)
     for event, snapshot in zip(run.events, run.snapshots, strict=True):
         state.apply(event)
         stats = event.stats
@@ -76,7 +92,8 @@ def test_the_state_agrees_with_the_engines_own_counts_after_every_event(run: Run
         assert {row.request_id: row.told_in_step or 0 for row in rows if row.state == "cleaning_up"} == snapshot.lingering
         for request in snapshot.requests:
             row = state.requests[request.request_id]
-            assert row.block_ids == request.block_ids
+            assert row.tables == tables_of(request) or not any([*row.tables, *tables_of(request)])
+            assert row.num_blocks == sum(block_id > 0 for table in row.tables for block_id in table)
             assert row.num_computed_tokens == request.num_computed_tokens
             assert row.num_output_tokens == request.num_output_tokens
             assert row.num_preemptions == request.num_preemptions
@@ -85,8 +102,10 @@ def test_the_state_agrees_with_the_engines_own_counts_after_every_event(run: Run
             assert (row.scheduled_time, row.first_token_time) == (request.scheduled_time, request.first_token_time)
         owners: dict[int, set[str]] = {}
         for request in snapshot.requests:
-            for block_id in request.block_ids:
-                owners.setdefault(block_id, set()).add(request.request_id)
+            for group_id, table in enumerate(tables_of(request)):
+                for block_id in filter(None, table):
+                    owners.setdefault(block_id, set()).add(request.request_id)
+                    assert state.blocks.group_of(block_id) == group_id
         for block_id in range(1, state.blocks.num_blocks + 1):
             info = state.block(block_id)
             assert set(info.owners) == owners.get(block_id, set())
@@ -98,6 +117,7 @@ def test_the_state_agrees_with_the_engines_own_counts_after_every_event(run: Run
                 index = snapshot.cached_block_ids.index(block_id)
                 assert info.block_hash == snapshot.cached_block_hashes[index]
                 assert info.parent_hash == snapshot.cached_parent_hashes[index]
+                assert info.group_id == (snapshot.cached_block_groups[index] if snapshot.cached_block_groups else 0)
         assert state.blocks.eviction_order() == snapshot.free_block_ids
         assert state.blocks.num_free == stats.num_free_blocks == gauges.num_free_cached_blocks + gauges.num_empty_blocks
         assert state.blocks.num_shared == sum(len(names) > 1 for names in owners.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from aioengine.attention.triton_paged import TritonPagedBackend
 from aioengine.config import EngineConfig, ModelInfo, ResolvedConfig
 from aioengine.core.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from aioengine.executor.base import GrammarOutput
+from aioengine.kv_cache_groups import group_layers, group_of_layers, num_layer_caches
 from aioengine.outputs import ModelRunnerOutput
 from aioengine.sampling_params import SamplingParams
 from aioengine.worker.cuda_graphs import CapturedGraph
@@ -47,8 +49,9 @@ class TinyModel(nn.Module):
     num_layers = 2
     runs_own_threads = False
 
-    def __init__(self, backend: AttentionBackend) -> None:
+    def __init__(self, backend: AttentionBackend, *, layer_windows: tuple[int | None, ...] = (None, None)) -> None:
         super().__init__()
+        self.layer_groups = group_of_layers(group_layers(layer_windows))
         generator = torch.Generator().manual_seed(0)
 
         def weight(rows: int, columns: int) -> torch.Tensor:
@@ -71,7 +74,8 @@ class TinyModel(nn.Module):
         x = self.embedding[input_ids] + self.position_embedding[positions]
         for layer in range(2):
             query, key, value = (x @ self.qkv[layer]).view(-1, 8, 8).split([4, 2, 2], dim=1)
-            attended = self.backend.forward(query, key, value, kv_cache=kv_caches[layer], metadata=attention_metadata[0], scale=8**-0.5)
+            metadata = attention_metadata[self.layer_groups[layer]]
+            attended = self.backend.forward(query, key, value, kv_cache=kv_caches[layer], metadata=metadata, scale=8**-0.5)
             x = x + torch.tanh(attended.reshape(-1, 32) @ self.out[layer])
         return x
 
@@ -222,9 +226,10 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def make_config() -> Callable[..., ResolvedConfig]:
-    def make(**options: Any) -> ResolvedConfig:
+    def make(*, layer_windows: tuple[int | None, ...] = (), **options: Any) -> ResolvedConfig:
+        info = dataclasses.replace(INFO, layer_windows=layer_windows)
         options = {"device": "cpu", "max_num_seqs": 3, "block_size": 4, "num_threads": 1, **options}
-        return EngineConfig(**options).resolve(INFO, cuda_available=False, free_memory_bytes=1 << 30)
+        return EngineConfig(**options).resolve(info, cuda_available=False, free_memory_bytes=1 << 30)
 
     return make
 
@@ -276,10 +281,11 @@ def make_driver(make_config: Callable[..., ResolvedConfig], pipeline: str) -> Ma
                 kv_cache_dtype=torch.float32,
             )
         )
-        model = TinyModel(backend)
+        model = TinyModel(backend, layer_windows=config.model.windows)
         device_class = {"host": CpuDevice, "device": InterpreterDevice, "graphs": GraphsOnCpu}[pipeline]
         device = device_class(num_threads=None)
-        kv_caches = [backend.allocate_kv_cache(num_blocks, device.torch_device).fill_(torch.nan) for _ in range(2)]
+        num_caches = num_layer_caches(config.cache.kv_cache_groups)
+        kv_caches = [backend.allocate_kv_cache(num_blocks, device.torch_device).fill_(torch.nan) for _ in range(num_caches)]
         # The runner calls a model by its interface alone; this one needs no loader.
         runner = ModelRunner(config, model=model, attention_backend=backend, kv_caches=kv_caches, device=device)  # type: ignore[arg-type]
         if device.supports_graphs:

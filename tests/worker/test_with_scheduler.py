@@ -101,18 +101,30 @@ def run(make_driver: Callable[..., Any], make_config: Callable[..., ResolvedConf
 
 
 @pytest.fixture(scope="module")
-def alone_by_pipeline() -> dict[str, dict[str, list[int]]]:
+def alone_by_pipeline() -> dict[Any, dict[str, list[int]]]:
     return {}
 
 
 @pytest.fixture
-def alone(run: Callable[..., Any], pipeline: str, alone_by_pipeline: dict[str, dict[str, list[int]]]) -> dict[str, list[int]]:
+def find_alone(run: Callable[..., Any], pipeline: str, alone_by_pipeline: dict[Any, dict[str, list[int]]]) -> Callable[..., Any]:
     """What each request gives by itself, one step at a time."""
-    if pipeline not in alone_by_pipeline:
-        alone_by_pipeline[pipeline] = {}
-        for request in make_requests():
-            alone_by_pipeline[pipeline] |= run([request], async_scheduling=False, enable_prefix_caching=False)[0]
-    return alone_by_pipeline[pipeline]
+
+    def find(layer_windows: tuple[int | None, ...]) -> dict[str, list[int]]:
+        key = pipeline, layer_windows
+        if key not in alone_by_pipeline:
+            alone_by_pipeline[key] = {}
+            for request in make_requests():
+                outputs, _ = run([request], async_scheduling=False, enable_prefix_caching=False, layer_windows=layer_windows)
+                alone_by_pipeline[key] |= outputs
+        return alone_by_pipeline[key]
+
+    return find
+
+
+@pytest.fixture
+def alone(find_alone: Callable[..., Any]) -> dict[str, list[int]]:
+    result: dict[str, list[int]] = find_alone(())
+    return result
 
 
 @pytest.mark.parametrize(
@@ -133,6 +145,34 @@ def test_same_tokens_as_alone(
     assert (scheduler.totals.num_preemptions > 0) == (num_blocks == NUM_BLOCKS_TINY)
     assert (scheduler.make_stats().prefix_cache_hits > 0) == prefix_caching
     assert max(len(tokens) for tokens in alone.values()) > 15
+
+
+@pytest.mark.parametrize(
+    ("overlap", "num_blocks", "budget", "prefix_caching", "layer_windows"),
+    every_pair([True, False], [NUM_BLOCKS_BIG, 17], [3, 16], [True, False], [(None, 6), (6, 9)]),
+)
+def test_same_tokens_as_alone_where_layers_have_windows_of_their_own(
+    run: Callable[..., Any],
+    find_alone: Callable[..., Any],
+    overlap: bool,
+    num_blocks: int,
+    budget: int,
+    prefix_caching: bool,
+    layer_windows: tuple[int | None, ...],
+) -> None:
+    """Two block tables a request over one cache, whose unwritten slots hold NaN, as does the null block."""
+    outputs, scheduler = run(
+        make_requests(),
+        num_blocks=num_blocks,
+        async_scheduling=overlap,
+        max_num_batched_tokens=budget,
+        enable_prefix_caching=prefix_caching,
+        layer_windows=layer_windows,
+    )
+    alone = find_alone(layer_windows)
+    assert outputs == alone
+    assert alone not in (find_alone(()), find_alone((6, None))), "windows change what a request gives"
+    assert num_blocks == NUM_BLOCKS_BIG or layer_windows == (6, 9) or scheduler.totals.num_preemptions > 0
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain"])

@@ -154,6 +154,10 @@ EXPLANATIONS = MappingProxyType(
         "of them cached": "Free blocks whose content can still be found, until somebody takes them.",
         "free, cached": "Free blocks whose content can still be found, until somebody takes them.",
         "empty": "Free blocks that hold nothing worth finding.",
+        "kv-cache group": (
+            "Layers that see equally much share block tables. The group whose keys and values the block holds, and how far its layers see."
+        ),
+        "by group": "Blocks that requests hold in each KV-cache group: those of layers that see everything first, then by window.",
         "evicted": ("Cached blocks that were taken for something else, so that their content was lost. Counted since the engine started."),
         # ---- waterfall
         "a row and a column": (

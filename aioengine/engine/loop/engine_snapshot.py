@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
 
+from aioengine.core.block_hash import group_of, short_hash
 from aioengine.core.scheduler import Scheduler
 from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.events.step_event import EngineSnapshot, RequestSnapshot, StepEvent, StepResultEvent
@@ -48,19 +49,21 @@ def build_snapshot(
     """The state as it stands between two calls of the scheduler. Takes time proportional to everything alive and cached."""
     outputs = list(in_flight)
     told = {req_id: output.step_id for output in outputs for req_id in sorted(output.finished_req_ids)}
-    pool = scheduler.kv_cache_manager.block_pool
-    cached_block_ids = [block_id for block_id, block_hash in enumerate(pool.block_hash) if block_hash is not None]
+    kv = scheduler.kv_cache_manager
+    pool = kv.block_pool
+    cached = {block_id: block_hash for block_id, block_hash in enumerate(pool.block_hash) if block_hash is not None}
     return EngineSnapshot(
         step_id=scheduler.last_step_id,
         time=time.perf_counter(),
         stats=scheduler.make_stats(),
         requests=[_snapshot_request(request, text_source, times.get(request.request_id)) for request in scheduler.requests.values()],
-        cached_block_ids=cached_block_ids,
-        cached_block_hashes=[pool.short_hash(block_id) for block_id in cached_block_ids],
+        cached_block_ids=list(cached),
+        cached_block_hashes=[short_hash(block_hash) for block_hash in cached.values()],
         lingering={req_id: told.get(req_id, 0) for req_id in sorted(scheduler.lingering_req_ids)},
         num_in_flight=len(outputs),
         paused=paused,
-        cached_parent_hashes=[pool.short_parent_hash(block_id) for block_id in cached_block_ids],
+        cached_parent_hashes=[pool.short_parent_hash(block_id) for block_id in cached],
+        cached_block_groups=[group_of(block_hash) for block_hash in cached.values()] if len(kv.groups) > 1 else [],
         free_block_ids=list(pool.free_block_queue),
         last_step=last_step,
         last_result=last_result,
@@ -92,4 +95,5 @@ def _snapshot_request(request: Request, text_source: TextSource | None, times: T
         recompute_until=request.recompute_until,
         scheduled_time=times.scheduled_time if times is not None else None,
         first_token_time=times.first_token_time if times is not None else None,
+        other_block_ids=[table.copy() for table in request.block_ids[1:]],
     )

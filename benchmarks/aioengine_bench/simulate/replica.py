@@ -123,10 +123,5 @@ class Replica:
 
     def num_cached_blocks_of(self, arrival: Arrival) -> int:
         """How many blocks of a prompt, from its beginning, the prefix cache has: for routing."""
-        find = self.scheduler.kv_cache_manager.block_pool.find
-        count = 0
-        for block_hash in arrival.hashes(self._block_size):
-            if find(block_hash) is None:
-                break
-            count += 1
-        return count
+        hashes = arrival.hashes(self._block_size)
+        return len(self.scheduler.kv_cache_manager.find_hits(hashes, len(hashes))[0])

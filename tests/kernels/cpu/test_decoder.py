@@ -50,18 +50,19 @@ def single_operations(
     positions: torch.Tensor,
     *,
     gelu: bool,
+    groups: list[GroupInputs] | None = None,
 ) -> torch.Tensor:
     residual, f = x.clone(), SHAPE.cache_format
     normed = kernels.rms_norm(residual, layers[0].input_norm, eps=EPS)
     norms = [*(layer.input_norm for layer in layers[1:]), final]
-    for layer, cache, norm, cos_sin in zip(layers, caches, norms, tables, strict=True):
+    of_layers = groups or step["groups"] * len(layers)
+    for layer, cache, norm, cos_sin, group in zip(layers, caches, norms, tables, of_layers, strict=True):
         qkv = kernels.linear(normed, layer.qkv, layer.qkv_bias).view(len(x), -1, DIM)
         query, key, value = qkv.split_with_sizes((HEADS, KV_HEADS, KV_HEADS), dim=1)
-        slots = step["groups"][0].slots
-        kernels.rope_and_cache(query, key, value, kv_cache=cache, cache_format=f, slots=slots, cos_sin=cos_sin, positions=positions,
+        kernels.rope_and_cache(query, key, value, kv_cache=cache, cache_format=f, slots=group.slots, cos_sin=cos_sin, positions=positions,
                                query_norm=layer.query_norm, key_norm=layer.key_norm, norm_eps=EPS)  # fmt: skip
         batch: dict[str, Any] = {name: step[name] for name in ("seq_lens", "query_start_loc")}
-        batch["block_table"] = step["groups"][0].block_table
+        batch |= {"block_table": group.block_table, "sliding_window": group.sliding_window}
         attended = kernels.attention(query, kv_cache=cache, cache_format=f, scale=SHAPE.scale, **batch)
         out = kernels.linear(attended.view(len(x), -1), layer.output, layer.output_bias)
         if layer.attention_out_norm is not None:
@@ -141,6 +142,43 @@ def test_one_call_is_the_single_operations(kernels: CpuKernels, extras: bool, ge
     assert float((results[0].double() - want).norm() / want.norm()) < 2e-5
 
 
+def test_layers_of_other_groups_share_a_cache_and_read_nothing_behind_their_window(isa: str, randn: Randn) -> None:
+    """Entries behind the window are no block at all: to read there would end the process. 700 positions are several spans."""
+    layers, _ = make_layers(randn, extras=True)
+    layer_groups, num_blocks, total, window = [0, 1, 0], 45, 700, 300
+    final, cos_sin, x = randn(HIDDEN), randn(total, DIM), randn(total, HIDDEN)
+    tables = torch.randperm(2 * num_blocks).int().view(2, 1, num_blocks)
+    results = []
+    for chunks in ([(0, total)], [(0, 333), (333, 334), (334, 690), *((i, i + 1) for i in range(690, total))]):
+        caches, apart = (
+            [torch.zeros(SHAPE.cache_format.shape(2 * num_blocks), dtype=torch.uint8) for _ in range(count)] for count in (2, 3)
+        )
+        kernels = CpuKernels(isa=isa, num_threads=2)
+        shared = [caches[0], caches[0], caches[1]]
+        decoder = NativeDecoder(
+            kernels, SHAPE, layers, final_norm=final, cos_sin=cos_sin, kv_caches=shared, layer_groups=layer_groups, fast=False
+        )
+        for first, last in chunks:
+            position = torch.arange(first, last)
+            seen = tables.clone()
+            seen[1, 0, : max(0, first - window + 1) // 16] = 2**30
+            groups = [
+                GroupInputs(table[0, position // 16].long() * 16 + position % 16, table, limit)
+                for table, limit in zip(seen, (None, window), strict=True)
+            ]
+            step = {**make_step(0, 1), "groups": groups}
+            step |= {"seq_lens": torch.tensor([last]).int(), "query_start_loc": torch.tensor([0, last - first]).int()}
+            got = decoder.forward(x[first:last].clone(), position, **step)
+            of_layers = [groups[group] for group in layer_groups]
+            tables_of_angles = [cos_sin] * 3
+            want = single_operations(
+                kernels, layers, apart, final, x[first:last], step, tables_of_angles, position, gelu=False, groups=of_layers
+            )
+            assert torch.equal(got, want)
+        results.append(got[-1])
+    assert torch.equal(*results)
+
+
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float16, torch.int8])
 def test_threads_share_a_step_without_a_trace(isa: str, kv_dtype: torch.dtype, randn: Randn) -> None:
     """With many rows each thread takes its own, and its share may begin and end inside a request, or read what another writes."""
@@ -181,5 +219,9 @@ def test_shapes_are_checked(kernels: CpuKernels, randn: Randn) -> None:
     with pytest.raises(ValueError, match="one for each of 3 layers, got 2"):
         NativeDecoder(kernels, SHAPE, layers, final_norm=final, cos_sin=[cos_sin] * 2, kv_caches=caches, fast=False)
     decoder = NativeDecoder(kernels, SHAPE, layers, final_norm=final, cos_sin=cos_sin, kv_caches=caches, fast=False)
+    with pytest.raises(ValueError, match="the layers are of 1 KV-cache groups, got the inputs of 2"):
+        decoder.forward(randn(3, HIDDEN), torch.arange(3), **{**make_step(0, 3), "groups": make_step(0, 3)["groups"] * 2})
+    with pytest.raises(ValueError, match=r"layer_groups must be 3 numbers from 0 on, one a layer, got \[0, 1\]"):
+        NativeDecoder(kernels, SHAPE, layers, final_norm=final, cos_sin=cos_sin, kv_caches=caches, layer_groups=[0, 1], fast=False)
     with pytest.raises(ValueError, match="positions"):
         decoder.forward(randn(3, HIDDEN), torch.arange(2), **make_step(0, 3))

@@ -122,6 +122,19 @@ def test_window_and_soft_cap(window: int | None, cap: float | None) -> None:
     Batch(MIXED).check(sliding_window=window, logits_soft_cap=cap)
 
 
+@pytest.mark.parametrize("window", [1, 24, 50])
+def test_nothing_is_read_behind_the_window(window: int) -> None:
+    """The blocks there may be others' by now; here they are none at all, and to read one is an error."""
+    batch = Batch(MIXED)
+    num_gone = 0
+    for i, (_, context) in enumerate(MIXED):
+        behind = max(0, context - window + 1) // 16
+        batch.block_table[i, :behind] = INVALID_BLOCK
+        num_gone += behind
+    assert num_gone > 0
+    batch.check(sliding_window=window)
+
+
 @pytest.mark.parametrize("heads", [(4, 4), (4, 1), (32, 1), (6, 2)], ids=["MHA", "MQA", "MQA of 32", "GQA of 3"])
 def test_head_groups(heads: tuple[int, int]) -> None:
     Batch([(3, 20), (1, 40), (2, 0)], heads=heads).check()

@@ -37,6 +37,7 @@ class BlockInfo:
     is_cached: bool
     block_hash: str | None  # the first hex digits, where the engine tells them
     last_use_step: int  # 0: never seen in use
+    group_id: int = 0  # the KV-cache group that it was last given to
     parent_hash: str | None = None  # of the block before it in its prefix; "": it is a first block; None: caches nothing, or not told
 
 
@@ -64,6 +65,7 @@ class BlockMap:
         self._owners: dict[int, tuple[str, ...]] = {}  # only blocks that have one
         self._last_owner: dict[int, str] = {}  # of its latest owners the one that had it first
         self._cached: dict[int, _Cached] = {}  # by block id
+        self._groups: dict[int, int] = {}  # the KV-cache group that a block was last given to, where it is not the first
         self._hits: dict[str, int] = {}  # by block hash, of cached blocks
         # The free queue: block id -> a number that is lower the sooner the block is taken; None: not known.
         self._free_order: dict[int, int] | None = None
@@ -110,6 +112,14 @@ class BlockMap:
     def owners(self, block_id: int) -> tuple[str, ...]:
         return self._owners.get(block_id, ())
 
+    def group_of(self, block_id: int) -> int:
+        """The KV-cache group that it was last given to."""
+        return self._groups.get(block_id, 0)
+
+    def owned_by_group(self, group_id: int) -> list[int]:
+        """The blocks of that group which somebody holds."""
+        return [block_id for block_id in self._owners if self._groups.get(block_id, 0) == group_id]
+
     def last_owner(self, block_id: int) -> str | None:
         """A request that holds the block, or was the last to hold it; None: nobody was seen to."""
         return self._last_owner.get(block_id)
@@ -135,6 +145,7 @@ class BlockMap:
             block_hash=self._cached[block_id].block_hash if block_id in self._cached else None,
             parent_hash=self._cached[block_id].parent_hash if block_id in self._cached else None,
             last_use_step=self._last_use[block_id] if last_use_step is None else last_use_step,
+            group_id=self.group_of(block_id),
         )
 
     def eviction_order(self) -> list[int] | None:
@@ -143,11 +154,14 @@ class BlockMap:
         return None if order is None else sorted(order, key=order.__getitem__)
 
     def prefix_nodes(self) -> list[PrefixNode]:
-        """The cached blocks whose hash and parent are known, by id. A parent may be gone: it was evicted before its child."""
+        """The cached blocks whose hash and parent are known, by id. A parent may be gone: it was evicted before its child.
+
+        Of the first KV-cache group: in the others the same contents come again.
+        """
         return [
             PrefixNode(block_id, known.block_hash, known.parent_hash, self._hits.get(known.block_hash, 0), len(self.owners(block_id)))
             for block_id, known in sorted(self._cached.items())
-            if known.block_hash is not None and known.parent_hash is not None
+            if known.block_hash is not None and known.parent_hash is not None and not self.group_of(block_id)
         ]
 
     # ------------------------------------------------------------------ folding
@@ -177,15 +191,25 @@ class BlockMap:
             self._last_use.extend([0] * (num_blocks - self.num_blocks))
             self.num_blocks = num_blocks
 
-    def add_owner(self, request_id: str, block_ids: Iterable[int]) -> None:
+    def add_owner(self, request_id: str, block_ids: Iterable[int], *, group_id: int = 0) -> None:
         for block_id in block_ids:
+            if not block_id:
+                continue  # a window has left it behind
             if block_id > self.num_blocks:
                 self.resize(block_id)
+            if group_id or self._groups:
+                self._set_group(block_id, group_id)
             owners = self._owners.get(block_id, ())
             if not owners:  # nearly always
                 self._owners[block_id], self._last_owner[block_id], self._codes[block_id] = (request_id,), request_id, USED
             elif request_id not in owners:
                 self._set_owners(block_id, (*owners, request_id))
+
+    def _set_group(self, block_id: int, group_id: int) -> None:
+        if group_id:
+            self._groups[block_id] = group_id
+        else:
+            self._groups.pop(block_id, None)
 
     def remove_owner(self, request_id: str, block_ids: Iterable[int], *, step_id: int) -> None:
         for block_id in block_ids:
@@ -209,7 +233,8 @@ class BlockMap:
         for block_id in changes.evicted:
             known = self._cached.pop(block_id, None)
             if known is not None:
-                if known.block_hash is not None and known.block_hash not in changes.cached_hashes:  # else another block has it now
+                is_told = known.block_hash in changes.cached_hashes  # then another block has it now
+                if known.block_hash is not None and not is_told and not self.group_of(block_id):
                     self._hits.pop(known.block_hash, None)
                 if self._codes[block_id] == FREE_CACHED:
                     self._codes[block_id] = EMPTY
@@ -259,8 +284,10 @@ class BlockMap:
             if known.block_hash is None and block_id in before:
                 self._cached[block_id] = before[block_id]
         self._hits = {known.block_hash: hits[known.block_hash] for known in self._cached.values() if known.block_hash in hits}
+        self._groups = dict(zip(snapshot.cached_block_ids, snapshot.cached_block_groups, strict=False))
         for request in snapshot.requests:
-            self.add_owner(request.request_id, request.block_ids)
+            for group_id, table in enumerate([request.block_ids, *request.other_block_ids]):
+                self.add_owner(request.request_id, table, group_id=group_id)
         if len(snapshot.free_block_ids) == snapshot.stats.num_free_blocks:
             self._set_free_order(snapshot.free_block_ids)
         else:
@@ -271,7 +298,7 @@ class BlockMap:
         other.num_blocks, other.num_shared = self.num_blocks, self.num_shared
         other._codes, other._last_use = self._codes[:], self._last_use[:]
         other._owners, other._cached, other._recent = self._owners.copy(), self._cached.copy(), self._recent.copy()
-        other._last_owner = self._last_owner.copy()
+        other._last_owner, other._groups = self._last_owner.copy(), self._groups.copy()
         other._hits, other._front, other._back = self._hits.copy(), self._front, self._back
         other._free_order = None if self._free_order is None else self._free_order.copy()
         return other

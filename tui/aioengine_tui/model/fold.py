@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from itertools import repeat
 
 from aioengine.core.scheduler_output import BlockChanges, SchedulerOutput, SchedulerStats
@@ -30,7 +31,7 @@ def fold(data: StateData, item: WireHeader | Event | Gap | SourceStatus) -> None
             _note_time(data, item)
             _fold_snapshot(data, item)
         case WireHeader():
-            data.header = item
+            data.set_header(item)
             data.now = max(data.now, item.perf_counter)
         case Gap():
             _note_gap(data, item.num_dropped, item.reason)
@@ -104,11 +105,17 @@ def _note_hits(data: StateData, event: StepEvent) -> None:
     if not block_size:
         return
     for new in event.output.scheduled_new_reqs:
-        data.blocks.note_hits(new.block_ids[0][: new.num_computed_tokens // block_size])
+        _note_group_hits(data, new.block_ids, new.num_computed_tokens // block_size)
     if cached.resumed_req_ids and lists_agree(cached):
         for req_id, start, block_ids in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
             if req_id in cached.resumed_req_ids and block_ids:
-                data.blocks.note_hits(block_ids[0][: start // block_size])
+                _note_group_hits(data, block_ids, start // block_size)
+
+
+def _note_group_hits(data: StateData, tables: Sequence[list[int]], num_hits: int) -> None:
+    """Hits are counted by content, which is the same in all groups: the first one tells them."""
+    if tables:
+        data.blocks.note_hits(tables[0][:num_hits])
 
 
 def _check_sequence(data: StateData, step_id: int) -> None:

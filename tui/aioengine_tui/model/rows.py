@@ -47,7 +47,7 @@ class Share(NamedTuple):
     kind: ShareKind
     num_tokens: int
     start: int  # the position of the first of these tokens
-    block_ids: tuple[int, ...] = ()  # its whole block table after the step
+    block_ids: tuple[int, ...] = ()  # its whole block table in the step, of the first KV-cache group
     num_new_blocks: int = 0  # the last ones of them: the frame's new_block_ids
     replaces_table: bool = False  # it is new or resumed: the frame's blocks are the table; otherwise they are appended
     num_output_tokens: int = 0  # known ones and those still being sampled, as the frame has it; 0 for a new request
@@ -227,6 +227,7 @@ class RequestRow:
         "num_peak_blocks",
         "num_preemptions",
         "num_prompt_tokens",
+        "other_block_ids",
         "priority",
         "prompt",
         "recompute_until",
@@ -253,8 +254,10 @@ class RequestRow:
         self.num_output_tokens = 0
         self.num_preemptions = 0
         self.recompute_until = 0  # positions below this were computed before a preemption; never falls
-        self.block_ids: list[int] = []  # its block table; empty when it holds none
-        self.table: tuple[int, ...] = ()  # the same, for the shares of steps
+        # Its block table of the first KV-cache group, and those of the others; empty when it holds none. 0: a window left it behind.
+        self.block_ids: list[int] = []
+        self.other_block_ids: list[list[int]] = []
+        self.table: tuple[int, ...] = ()  # the first one, for the shares of steps
         self.num_peak_blocks = 0
         # Its share in the latest step it was part of; see DashboardState.share_of() for the present step.
         self.last_step_id = 0  # 0: never scheduled
@@ -283,8 +286,18 @@ class RequestRow:
         return self.num_prompt_tokens + self.num_output_tokens
 
     @property
+    def tables(self) -> list[list[int]]:
+        """One for each KV-cache group."""
+        return [self.block_ids, *self.other_block_ids]
+
+    @property
+    def held_block_ids(self) -> list[int]:
+        """Of all groups, without those that a window has left behind."""
+        return [block_id for table in self.tables for block_id in table if block_id]
+
+    @property
     def num_blocks(self) -> int:
-        return len(self.block_ids)
+        return sum(len(table) - table.count(0) for table in self.tables)
 
     @property
     def ttft(self) -> float | None:
@@ -315,5 +328,6 @@ class RequestRow:
         for name in RequestRow.__slots__:
             setattr(other, name, getattr(self, name))
         other.block_ids = self.block_ids.copy()
+        other.other_block_ids = [table.copy() for table in self.other_block_ids]
         other.timeline = self.timeline.copy()
         return other

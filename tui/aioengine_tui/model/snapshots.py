@@ -39,9 +39,9 @@ def _note_request_snapshot(data: StateData, request: RequestSnapshot, snapshot: 
     row.sampling_params = request.sampling_params or row.sampling_params
     row.prompt = request.prompt if request.prompt is not None else row.prompt
     row.text = request.text or row.text
-    row.block_ids = list(request.block_ids)
+    row.block_ids, row.other_block_ids = list(request.block_ids), [list(table) for table in request.other_block_ids]
     row.table = tuple(request.block_ids)
-    row.num_peak_blocks = max(row.num_peak_blocks, len(row.block_ids))
+    row.num_peak_blocks = max(row.num_peak_blocks, row.num_blocks)
     if row.last_step_id == 0 and request.num_cached_tokens >= 0:
         row.last_step_id = snapshot.step_id  # it has been scheduled, so the worker knows it; when, is not told
     if request.scheduled_time is not None:
@@ -82,7 +82,7 @@ def _note_lingering(data: StateData, snapshot: EngineSnapshot) -> None:
         if row.is_live:
             row.state = "cleaning_up"
             row.finish_time = snapshot.time
-            row.block_ids, row.table = [], ()
+            row.block_ids, row.other_block_ids, row.table = [], [], ()
             data.since_attach.num_finished += 1
         row.told_in_step = told_in_step or None
 

@@ -21,6 +21,7 @@ from typing import Any
 from aioengine.core.scheduler_output import AdmissionStop, SchedulerStats
 from aioengine.events.sources.base import CopyWanted, Restored, SourceStatus, StreamItem
 from aioengine.events.wire import WireHeader
+from aioengine.kv_cache_groups import KVCacheGroup
 from aioengine_tui.model.blocks import BLOCK_STATES, BlockInfo, BlockMap, BlockState, PrefixNode
 from aioengine_tui.model.fold import fold
 from aioengine_tui.model.log import LOG_KINDS, LogBook, LogKind, LogLine, plural
@@ -273,6 +274,11 @@ class DashboardState:
     def block_size(self) -> int | None:
         """Tokens in a KV block."""
         return self.data.block_size
+
+    @property
+    def groups(self) -> tuple[KVCacheGroup, ...]:
+        """The KV-cache groups."""
+        return self.data.groups
 
     @property
     def is_stale(self) -> bool:

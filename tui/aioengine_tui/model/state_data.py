@@ -11,6 +11,7 @@ from typing import Any, Literal
 from aioengine.core.scheduler_output import AdmissionStop, SchedulerStats
 from aioengine.events.sources.base import SourceStatus
 from aioengine.events.wire import WireHeader
+from aioengine.kv_cache_groups import KVCacheGroup
 from aioengine_tui.model.blocks import BlockMap
 from aioengine_tui.model.log import LogBook
 from aioengine_tui.model.metrics import History, OverlapMeter, RateWindow, SampleWindow
@@ -93,6 +94,8 @@ class StateData:
     steps: deque[StepRecord]  # oldest first
     log: LogBook
     header: WireHeader | None = None
+    groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(()),)  # of the header
+    has_windows: bool = False  # any of these groups
     status: SourceStatus = field(default_factory=partial(SourceStatus, "connecting"))
     stats: SchedulerStats | None = None
     now: float = 0.0  # the engine's clock as far as known: the latest event, or tick()
@@ -143,6 +146,13 @@ class StateData:
         value = self.config("cache", "block_size")
         return value if isinstance(value, int) else None
 
+    def set_header(self, header: WireHeader) -> None:
+        self.header = header
+        stated = self.config("cache", "kv_cache_groups")
+        if isinstance(stated, list) and stated:
+            self.groups = tuple(_read_group(group) for group in stated)
+            self.has_windows = any(group.sliding_window is not None for group in self.groups)
+
     def copy(self) -> StateData:
         """Independent of this one."""
         return dataclasses.replace(
@@ -187,3 +197,10 @@ def read_totals(data: StateData) -> Totals:
             num_accepted_tokens=stats.num_accepted_tokens,
         )
     return Totals("since_attach", **dataclasses.asdict(own))
+
+
+def _read_group(stated: Any) -> KVCacheGroup:
+    """One of a header's; whatever else stands there is taken as one that sees everything."""
+    group = stated if isinstance(stated, dict) else {}
+    layers, window = group.get("layers"), group.get("sliding_window")
+    return KVCacheGroup(tuple(layers) if isinstance(layers, list) else (), window if isinstance(window, int) and window > 0 else None)

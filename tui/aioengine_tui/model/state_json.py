@@ -72,6 +72,7 @@ def row_to_json(row: RequestRow, state: DashboardState) -> dict[str, Any]:
         "step_tokens": share[0] if share else 0,
         "step_kind": share[1] if share else None,
         "block_ids": list(row.block_ids),
+        "other_block_ids": [list(table) for table in row.other_block_ids],
         "arrival_time": row.arrival_time,
         "age": row.age(state.now),
         "scheduled_time": row.scheduled_time,

@@ -141,8 +141,8 @@ def _fold_steady(data: StateData, event: StepEvent) -> DecodeShares | None:
     num_new_blocks: dict[str, int] = {}
     if cached.new_block_ids.count(None) != len(rows):
         for row, added in zip(rows, cached.new_block_ids, strict=True):
-            if added is not None:
-                _give_blocks(data, row, added[0], replace=False)
+            if added:
+                _give_blocks(data, row, added, replace=False)
                 num_new_blocks[row.request_id] = len(added[0])
     for row, start in zip(rows, starts, strict=True):
         row.num_computed_tokens = start + 1
@@ -150,6 +150,9 @@ def _fold_steady(data: StateData, event: StepEvent) -> DecodeShares | None:
         row.last_step_tokens = 1
         row.last_step_kind = "decode"
     tables = [row.table for row in rows]
+    if data.has_windows:
+        for row in rows:
+            _leave_behind(data, row)
     return DecodeShares(req_ids, starts, tables, num_new_blocks, cached.num_output_tokens, output.structured_output_request_ids)
 
 
@@ -175,7 +178,7 @@ def _fold_cached(data: StateData, event: StepEvent) -> list[Share]:
             _resume(data, row, event, len(shares))
             num_new_blocks = len(added[0]) if added else 0
         elif added is not None:
-            _give_blocks(data, row, added[0], replace=False)
+            _give_blocks(data, row, added, replace=False)
             num_new_blocks = len(added[0]) if added else 0
         num_tokens = scheduled(req_id, 0)
         end = start + num_tokens
@@ -194,6 +197,8 @@ def _fold_cached(data: StateData, event: StepEvent) -> list[Share]:
         guesses = tuple(drafts[req_id]) if req_id in drafts else ()
         values = (req_id, kind, num_tokens, start, row.table, num_new_blocks, is_resumed, num_known, guesses, req_id in masked)
         keep(new_share(Share, values))
+        if data.has_windows:
+            _leave_behind(data, row, num_draft_tokens=len(guesses))
     return shares
 
 
@@ -203,9 +208,9 @@ def _resume(data: StateData, row: RequestRow, event: StepEvent, index: int) -> N
     row.state = "running"
     num_tokens = len(cached.all_token_ids.get(row.request_id, ())) or row.num_tokens
     added = cached.new_block_ids[index]
-    _give_blocks(data, row, list(added[0]) if added is not None else [], replace=True)
+    _give_blocks(data, row, added or (), replace=True)
     start = cached.num_computed_tokens[index]
-    text = f"{start} of {num_tokens} tokens found in the prefix cache, {plural(len(row.block_ids), 'block')}"
+    text = f"{start} of {num_tokens} tokens found in the prefix cache, {plural(row.num_blocks, 'block')}"
     add_milestone(row, event.time, event.step_id, "resumed", text)
     data.log.add(event.time, event.step_id, "resumed", row.request_id, f"resumed after a preemption: {text}")
 
@@ -223,14 +228,17 @@ def _admit(data: StateData, new: NewRequestData, event: StepEvent) -> Share:
     row.max_tokens = row.max_tokens or new.sampling_params.max_tokens or 0
     row.scheduled_time = event.schedule_start
     _note_queue_wait(data, event.schedule_start, event.schedule_start - row.arrival_time)
-    _give_blocks(data, row, list(new.block_ids[0]), replace=True)
+    _give_blocks(data, row, new.block_ids, replace=True)
     row.last_step_id, row.last_step_tokens = event.step_id, num_tokens
     kind = row.last_step_kind = "prefill" if start + num_tokens >= num_prompt else "chunk"
-    text = f"{start} of {num_prompt} prompt tokens from the prefix cache, {num_tokens} scheduled, {plural(len(row.block_ids), 'block')}"
+    text = f"{start} of {num_prompt} prompt tokens from the prefix cache, {num_tokens} scheduled, {plural(row.num_blocks, 'block')}"
     add_milestone(row, event.time, event.step_id, "scheduled", text)
     data.log.add(event.time, event.step_id, "admitted", new.req_id, f"admitted: {text}")
     needs_mask = new.req_id in event.output.structured_output_request_ids
-    return Share(new.req_id, kind, num_tokens, start, row.table, len(row.table), True, needs_mask=needs_mask)
+    share = Share(new.req_id, kind, num_tokens, start, row.table, len(row.table), True, needs_mask=needs_mask)
+    if data.has_windows:
+        _leave_behind(data, row)
+    return share
 
 
 def _note_queue_wait(data: StateData, time: float, wait: float) -> None:
@@ -263,6 +271,8 @@ def _note_tokens(data: StateData, event: StepResultEvent) -> None:
         row.num_output_tokens += num_new
         if has_drafts:  # what was computed for rejected draft tokens does not count; no step behind this one is in flight
             row.num_computed_tokens = min(row.num_computed_tokens, row.num_tokens - 1)
+            if data.has_windows:
+                _leave_behind(data, row)
         row.last_token_time = time
     gaps[latest] = gaps.get(latest, 0) + count
     del gaps[-1.0]
@@ -375,21 +385,39 @@ def _retire(data: StateData, row: RequestRow) -> None:
 
 def _release_blocks(data: StateData, row: RequestRow, *, step_id: int) -> int:
     """Take its blocks away; returns how many it had."""
-    num_blocks = len(row.block_ids)
-    data.blocks.remove_owner(row.request_id, row.block_ids, step_id=step_id)
-    row.block_ids, row.table = [], ()
+    num_blocks = row.num_blocks
+    for table in row.tables:
+        data.blocks.remove_owner(row.request_id, table, step_id=step_id)
+    row.block_ids, row.other_block_ids, row.table = [], [], ()
     return num_blocks
 
 
-def _give_blocks(data: StateData, row: RequestRow, block_ids: list[int], *, replace: bool) -> None:
-    """More blocks for a request, or another table."""
+def _give_blocks(data: StateData, row: RequestRow, added: Sequence[list[int]], *, replace: bool) -> None:
+    """More blocks for a request, a list for each KV-cache group; or other tables."""
     if replace and row.block_ids:
-        data.blocks.remove_owner(row.request_id, row.block_ids, step_id=data.last_step_id)
-        row.block_ids = []
-    row.block_ids += block_ids
+        _release_blocks(data, row, step_id=data.last_step_id)
+    if len(added) > 1 and not row.other_block_ids:
+        row.other_block_ids = [[] for _ in added[1:]]
+    for group_id, (table, block_ids) in enumerate(zip(row.tables, added, strict=False)):
+        table += block_ids
+        data.blocks.add_owner(row.request_id, block_ids, group_id=group_id)
     row.table = tuple(row.block_ids)
-    row.num_peak_blocks = max(row.num_peak_blocks, len(row.block_ids))
-    data.blocks.add_owner(row.request_id, block_ids)
+    row.num_peak_blocks = max(row.num_peak_blocks, row.num_blocks)
+
+
+def _leave_behind(data: StateData, row: RequestRow, *, num_draft_tokens: int = 0) -> None:
+    """What windows have moved past is given back, as the scheduler does when a step is planned, and when guesses are settled."""
+    block_size = data.block_size
+    if not block_size:
+        return
+    for group, table in zip(data.groups, row.tables, strict=False):
+        end = start = min(group.first_block_in_sight(row.num_computed_tokens - num_draft_tokens, block_size=block_size), len(table))
+        while start and table[start - 1]:
+            start -= 1
+        if start < end:
+            data.blocks.remove_owner(row.request_id, table[start:end], step_id=data.last_step_id)
+            table[start:end] = [0] * (end - start)
+            row.table = tuple(row.block_ids)
 
 
 def add_milestone(row: RequestRow, time: float, step_id: int | None, kind: MilestoneKind, detail: str = "") -> None:

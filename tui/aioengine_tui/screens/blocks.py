@@ -10,8 +10,9 @@ from textual import events
 from textual.binding import Binding, BindingType
 
 from aioengine_tui.messages import OpenPrefixTree, OpenRequest
+from aioengine_tui.model.log import plural
 from aioengine_tui.model.owner_marks import OwnerMark
-from aioengine_tui.model.state import DashboardState, RequestRow
+from aioengine_tui.model.state import DashboardState
 from aioengine_tui.screens.base import View
 from aioengine_tui.session import Session
 from aioengine_tui.table_file import ExportTable
@@ -19,7 +20,7 @@ from aioengine_tui.themes import Palette
 from aioengine_tui.widgets.block_grid import CellLooks, GridContent, grid_lines, legend, owner_legend
 from aioengine_tui.widgets.block_layout import GridLayout
 from aioengine_tui.widgets.glyphs import BLOCK_WORDS
-from aioengine_tui.widgets.text import Line, Part, clean, fit_line, fit_middle, number, pack, percent, rule, side_by_side
+from aioengine_tui.widgets.text import Line, Part, clean, fit, fit_line, fit_middle, number, pack, percent, rule, side_by_side
 
 _RECENT_STEPS = 2
 _PANEL_WIDTH = 36
@@ -31,6 +32,7 @@ class BlocksView(View):
     screen_title: ClassVar[str] = "KV blocks"
     key_hints: ClassVar[tuple[tuple[str, str], ...]] = (
         ("←↑↓→", "cursor"), ("T", "prefix tree"), ("v", "eviction order"), ("n", "light next"), ("c", "none"), ("enter", "owner"),
+        ("g", "light a group"),
     )  # fmt: skip
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -44,6 +46,8 @@ class BlocksView(View):
         Binding("N", "light(-1)", "light the previous request", show=False),
         Binding("c,escape", "unlight", "light no request", show=False),
         Binding("v", "places", "the order of eviction, also on small cells", show=False),
+        Binding("g", "group(1)", "light the next KV-cache group", show=False),
+        Binding("G", "group(-1)", "light the previous KV-cache group", show=False),
         Binding("T", "tree", "the prefix tree", show=False),
         Binding("enter", "open", "the owner's page", show=False),
     ]
@@ -52,6 +56,7 @@ class BlocksView(View):
         super().__init__(palette, session, id=id)
         self.cursor = 1  # a block id
         self.lights = False  # the blocks of the selected request
+        self.lit_group: int | None = None  # a KV-cache group, whose blocks are lit
         self.with_places = False
         self._layout = GridLayout.of(0, width=1, rows=1)
         self._grid_row = 0
@@ -65,15 +70,22 @@ class BlocksView(View):
         self.draw()
 
     def action_light(self, step: int) -> None:
-        holders = [row.request_id for row in self.session.state.requests.values() if row.block_ids]
+        holders = [row.request_id for row in self.session.state.requests.values() if row.num_blocks]
         if holders:
             known = self.lights and self.session.selected in holders
             index = (holders.index(self.session.selected or "") + step) % len(holders) if known else 0
-            self.session.selected, self.lights = holders[index], True
+            self.session.selected, self.lights, self.lit_group = holders[index], True, None
+        self.draw()
+
+    def action_group(self, step: int) -> None:
+        num_groups = len(self.session.state.groups)
+        if num_groups > 1:
+            place = -1 if self.lit_group is None and step > 0 else self.lit_group or 0
+            self.lit_group, self.lights = (place + step) % num_groups, False
         self.draw()
 
     def action_unlight(self) -> None:
-        self.lights = False
+        self.lights, self.lit_group = False, None
         self.draw()
 
     def action_places(self) -> None:
@@ -127,18 +139,18 @@ class BlocksView(View):
         size = state.block_size
         self.session.owner_marks.forget_all_but(state.requests)
         for row in state.requests.values():
-            if not row.block_ids:
+            if not row.num_blocks:
                 continue
             mark = self.session.owner_marks.of(row.request_id)
-            for block_id in row.block_ids:
+            for block_id in row.held_block_ids:
                 if block_id in marks:
                     ref_cnts[block_id] = ref_cnts.get(block_id, 1) + 1
                 else:
                     marks[block_id] = mark
             if size:
-                for index in range(row.num_computed_tokens // size, len(row.block_ids)):
-                    fills[row.block_ids[index]] = max(0, row.num_computed_tokens - index * size)
-        lit = self._lit_row(state)
+                for table in row.tables:
+                    for index in range(row.num_computed_tokens // size, len(table)):
+                        fills[table[index]] = max(0, row.num_computed_tokens - index * size)
         blocks = state.blocks
         wants_hashes = self._layout.inner_width >= _HASH_WIDTH - 1
         infos = (blocks.info(block_id) for block_id in range(1, blocks.num_blocks + 1)) if wants_hashes else ()
@@ -150,16 +162,20 @@ class BlocksView(View):
             ref_cnts=ref_cnts,
             places={block_id: place for place, block_id in enumerate((blocks.eviction_order() or ()) if with_places else (), 1)},
             evicted=frozenset(state.current.evicted_ids) if state.current is not None else frozenset(),
-            lit=frozenset(lit.block_ids) if lit is not None else frozenset(),
+            lit=self._lit_blocks(state),
             hashes={info.block_id: info.block_hash for info in infos if info.block_hash},
         )
 
-    def _lit_row(self, state: DashboardState) -> RequestRow | None:
-        return state.row(self.session.selected) if self.lights and self.session.selected is not None else None
+    def _lit_blocks(self, state: DashboardState) -> frozenset[int]:
+        """Those of the request or of the KV-cache group that is lit; none: nothing is."""
+        if self.lit_group is not None:
+            return frozenset(state.blocks.owned_by_group(self.lit_group))
+        row = state.row(self.session.selected) if self.lights and self.session.selected is not None else None
+        return frozenset(row.held_block_ids) if row is not None else frozenset()
 
     def _owners(self, state: DashboardState) -> list[tuple[OwnerMark, int]]:
         """The requests that hold blocks, the one with the most first."""
-        holders = sorted((row for row in state.requests.values() if row.block_ids), key=lambda row: -row.num_blocks)
+        holders = sorted((row for row in state.requests.values() if row.num_blocks), key=lambda row: -row.num_blocks)
         return [(self.session.owner_marks.of(row.request_id), row.num_blocks) for row in holders]
 
     # ------------------------------------------------------------------ what is under the cursor
@@ -173,8 +189,11 @@ class BlocksView(View):
         if info.owners:
             facts.append(("owners", _some([clean(owner) for owner in info.owners])))
         owner = state.row(info.owners[0]) if info.owners else None
-        if size and owner is not None and block_id in owner.block_ids:
-            start = owner.block_ids.index(block_id) * size
+        if len(state.groups) > 1 and (info.owners or info.is_cached):
+            facts.append(("KV-cache group", _group_words(state, info.group_id)))
+        table = next((table for table in owner.tables if block_id in table), None) if owner is not None else None
+        if size and table is not None:
+            start = table.index(block_id) * size
             facts.append(("holds positions", f"{start} to {start + size - 1}"))
             facts.append(("slots in use", f"{content.fills.get(block_id, size)} of {size}"))
         if size:
@@ -203,6 +222,7 @@ class BlocksView(View):
         for label, value in self._facts(state, content):
             wrapped = textwrap.wrap(value, width - 16) or [""]
             lines += [[Part(f"{label if index == 0 else '':<16}", "muted"), Part(text, "value")] for index, text in enumerate(wrapped[:4])]
+        lines += self._group_lines(state, width)
         tail = self._queue_lines(state, content, width)
         owners = self._owners(state)
         lines.append(rule("owners", width, f"{len(owners)}"))
@@ -221,6 +241,17 @@ class BlocksView(View):
         lines += [[] for _ in range(rows - len(lines) - len(tail))]
         return lines + tail
 
+    def _group_lines(self, state: DashboardState, width: int) -> list[Line]:
+        """How many blocks each KV-cache group holds; nothing where there is only one."""
+        if len(state.groups) == 1:
+            return []
+        lines: list[Line] = [rule("KV-cache groups", width, "g lights one")]
+        for group_id in range(len(state.groups)):
+            role = "accent" if group_id == self.lit_group else "text"
+            held = number(len(state.blocks.owned_by_group(group_id)), 6)
+            lines.append([Part(f"{held} ", "value"), Part(fit(_group_words(state, group_id), width - 8), role)])
+        return lines
+
     def _queue_lines(self, state: DashboardState, content: GridContent, width: int) -> list[Line]:
         lines: list[Line] = [rule("free queue, next first", width, f"{len(content.places)}" if content.places else "")]
         first = list(content.places)[:80]
@@ -233,23 +264,34 @@ class BlocksView(View):
         return lines
 
     def export_table(self, state: DashboardState) -> ExportTable:
-        columns = ["block_id", "state", "ref_cnt", "owners", "cached", "hash", "last_use_step"]
+        columns = ["block_id", "state", "ref_cnt", "owners", "cached", "hash", "last_use_step", "kv_cache_group"]
         infos = (state.block(block_id, recent_steps=_RECENT_STEPS) for block_id in range(1, state.blocks.num_blocks + 1))
         return ExportTable(
             columns,
-            [[i.block_id, i.state, i.ref_cnt, " ".join(i.owners), i.is_cached, i.block_hash, i.last_use_step] for i in infos],
+            [[i.block_id, i.state, i.ref_cnt, " ".join(i.owners), i.is_cached, i.block_hash, i.last_use_step, i.group_id] for i in infos],
         )
 
 
 def _counts(state: DashboardState, width: int) -> Line:
     blocks = state.blocks
-    counts = (
+    counts = [
         ("used", f"{blocks.num_used}/{blocks.num_blocks} ({percent(blocks.num_used / blocks.num_blocks)})"),
         ("shared", str(blocks.num_shared)),
         ("free", f"{blocks.num_free} ({blocks.num_free_cached} cached)"),
         ("evicted" if state.totals.origin == "engine" else "evicted since attach", str(state.totals.num_evicted_blocks)),
-    )
+    ]
+    if len(state.groups) > 1:
+        counts.append(("by group", " ".join(str(len(blocks.owned_by_group(group_id))) for group_id in range(len(state.groups)))))
     return pack([[Part(f"{label} ", "muted"), Part(value, "value")] for label, value in counts], width)[0]
+
+
+def _group_words(state: DashboardState, group_id: int) -> str:
+    """Its number, and what its layers see."""
+    if group_id >= len(state.groups):
+        return str(group_id)
+    group = state.groups[group_id]
+    sees = "sees all" if group.sliding_window is None else f"window {group.sliding_window}"
+    return f"{group_id} {sees}, {plural(len(group.layers), 'layer')}"
 
 
 def _some(names: list[str], most: int = 4) -> str:

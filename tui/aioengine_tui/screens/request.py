@@ -8,6 +8,7 @@ from typing import ClassVar
 from textual.binding import Binding, BindingType
 
 from aioengine.sampling_params import SamplingParams
+from aioengine_tui.model.log import plural
 from aioengine_tui.model.state import DashboardState, RequestRow
 from aioengine_tui.screens.base import PageView
 from aioengine_tui.session import Answer, Session
@@ -134,8 +135,15 @@ def _timeline(row: RequestRow, width: int) -> list[Line]:
 
 def _blocks(row: RequestRow, width: int) -> list[Line]:
     lines = [rule("block table", width, f"{row.num_blocks} blocks")]
-    text = " ".join(map(str, row.block_ids)) or "holds no block"
-    return lines + [[Part(line, "block_used" if row.block_ids else "muted")] for line in wrap(text, width)]
+    if not row.other_block_ids:
+        text = " ".join(map(str, row.block_ids)) or "holds no block"
+        return lines + [[Part(line, "block_used" if row.block_ids else "muted")] for line in wrap(text, width)]
+    for group_id, table in enumerate(row.tables):
+        num_behind = table.count(0)
+        behind = f"{num_behind} behind its window, " if num_behind else ""
+        lines.append([Part(f"KV-cache group {group_id}: {behind}{plural(len(table) - num_behind, 'block')}", "muted")])
+        lines += [[Part(line, "block_used")] for line in wrap(" ".join(str(block_id) for block_id in table if block_id), width)]
+    return lines
 
 
 def _params(row: RequestRow, width: int, *, with_defaults: bool) -> list[Line]:

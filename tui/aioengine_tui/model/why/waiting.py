@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from aioengine.kv_cache_groups import num_blocks_of_request
 from aioengine_tui.model.rows import RequestRow
 from aioengine_tui.model.state import DashboardState
 from aioengine_tui.model.waiting import Wait, WaitReason
@@ -48,7 +49,7 @@ def why_waiting(state: DashboardState, request_id: str) -> WhyWaiting | None:
     place = next((wait.position for row, wait in waits if row.request_id == request_id), None)
     if place is None or block_size is None:
         return None
-    needed = {row.request_id: _blocks_needed(row, wait, block_size) for row, wait in waits[:place]}
+    needed = {row.request_id: _blocks_needed(state, row, wait, block_size) for row, wait in waits[:place]}
     (row, wait), before = waits[place - 1], [row for row, _ in waits[: place - 1]]
     running = [other for other in state.requests.values() if other.state == "running"]
     step = _NextStep(state, running, [*before, row], needed=needed, block_size=block_size)
@@ -71,18 +72,20 @@ def why_waiting(state: DashboardState, request_id: str) -> WhyWaiting | None:
     )
 
 
-def _blocks_needed(row: RequestRow, wait: Wait, block_size: int) -> int:
+def _blocks_needed(state: DashboardState, row: RequestRow, wait: Wait, block_size: int) -> int:
     """The KV blocks that all its known tokens take. An admission wants room for all of them, not for the first chunk only.
 
     Of the one at which admission stopped the scheduler says it, less what the prefix cache has.
     """
     if wait.is_stopped and wait.num_blocks_needed is not None:
         return wait.num_blocks_needed
-    return -(-row.num_tokens // block_size)
+    return num_blocks_of_request(
+        state.groups, row.num_tokens, block_size=block_size, max_step_tokens=setting(state, "max_num_batched_tokens") or row.num_tokens
+    )
 
 
 def _holder(state: DashboardState, row: RequestRow) -> Holder:
-    own = sum(len(state.blocks.owners(block_id)) == 1 for block_id in row.block_ids)
+    own = sum(len(state.blocks.owners(block_id)) == 1 for block_id in row.held_block_ids)
     return Holder(row.request_id, row.num_blocks, own, tokens_left(row))
 
 
@@ -112,7 +115,8 @@ class _NextStep:
     def claim(self, row: RequestRow, budget: int) -> tuple[int, int]:
         """Tokens and new blocks of a running request. Running requests are served before waiting ones."""
         num_tokens = min(max(1, row.num_tokens - row.num_computed_tokens), budget, self.threshold)
-        return num_tokens, max(0, -(-(row.num_computed_tokens + num_tokens) // self.block_size) - row.num_blocks)
+        num_new_blocks = -(-(row.num_computed_tokens + num_tokens) // self.block_size) - len(row.block_ids)
+        return num_tokens, max(0, num_new_blocks) * len(self.state.groups)
 
     def admits_last(self, num_ended: int, num_gone: int) -> bool:
         """Whether there is a slot and blocks for the last of the queue.
@@ -137,14 +141,14 @@ class _NextStep:
             stops = budget <= 0 or (not self.splits_prompts and row.num_tokens > budget)
             num_tokens = row.num_tokens if stops else min(row.num_tokens, budget, self.threshold)
             budget = 0 if stops else budget - num_tokens
-            free -= min(num_blocks, -(-num_tokens // self.block_size))
+            free -= min(num_blocks, -(-num_tokens // self.block_size) * len(self.state.groups))
             num_running += 1
         return True
 
     def _num_released(self, num_ended: int) -> int:
         released: Counter[int] = Counter()
         for row in self.soonest[:num_ended]:
-            released.update(row.block_ids)
+            released.update(row.held_block_ids)
         return sum(count == len(self.state.blocks.owners(block_id)) for block_id, count in released.items())
 
     def who_must_end(self) -> tuple[tuple[str, ...], int]:
