@@ -32,7 +32,8 @@ async def first_token_s(model: str, prompt: list[int], folder: str | None) -> tu
 async def run(model: str, *, num_tokens: int, turns: int) -> None:
     rng = random.Random(0)
     prompt = [rng.randrange(100, 40_000) for _ in range(num_tokens)]
-    computed, loaded = [], []
+    computed: list[float] = []
+    loaded: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         _, expected, _ = await first_token_s(model, prompt, folder)  # fills the folder
         for turn in range(turns):
