@@ -20,6 +20,7 @@ TABLE = [
     (errors.RequestTimeoutError("m"), 504, "timeout_error", "timeout_error"),
     (errors.EngineDeadError("m"), 500, "server_error", "api_error"),
     (errors.StepTimeoutError("m"), 500, "server_error", "api_error"),
+    (errors.RankLostError("m"), 500, "server_error", "api_error"),
     (errors.ModelError("m"), 500, "server_error", "api_error"),
     (errors.AioEngineError("m"), 500, "server_error", "api_error"),
     (errors.ConfigError("m"), 500, "server_error", "api_error"),
