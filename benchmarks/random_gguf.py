@@ -4,8 +4,8 @@
     aioengine bench latency --model /tmp/llama-1b.gguf --batch-size 1 --input-len 32 --output-len 64
 
 The blocks are random bytes, with scales that give weights of a standard deviation of about 0.02: the package `gguf` cannot
-quantize to the K formats, and a product takes the same time whatever it multiplies. What such a model says means nothing. Its tokens are the bytes and as many
-made-up words as are missing; another engine may want a tokenizer that it knows better.
+quantize to the K formats, and a product takes the same time whatever it multiplies. What such a model says means nothing.
+Its tokens are the bytes and as many made-up words as are missing.
 """
 
 from __future__ import annotations

@@ -66,22 +66,19 @@ async def test_lines_of_a_server_tell_failures_and_not_its_queue(tmp_path: Path,
     script = {
         "answers": [
             {"times": 1, "error": {"status": 503, "message": "too busy"}},
-            {"times": 1, "text": "abcdefgh", "fail_after_tokens": 3, "tokens_per_s": 100},
+            {"times": 1, "text": "abcdefgh", "fail_after_tokens": 3},
         ]
     }
     async with serving(script) as served:
         settings = base_settings(tmp_path, remote=RemoteSpec(base_url=f"http://127.0.0.1:{served.port}"), max_concurrency=1)
         await serve(settings, FakeHost().host())
     result, lines = read(tmp_path)
-    assert [(line["outcome"], line["finish_reason"], line["output_tokens"]) for line in lines] == [
-        ("failed", None, 0),
-        ("failed", None, 3),
-        ("completed", "length", 6),
-        ("completed", "length", 6),
-    ]
+    assert [(line["outcome"], line["finish_reason"]) for line in lines] == [("failed", None)] * 2 + [("completed", "length")] * 2
+    assert [line["output_tokens"] for line in (lines[0], *lines[2:])] == [0, 6, 6]
+    assert 1 <= lines[1]["output_tokens"] <= 3  # events may hold several tokens, which only the usage at the end would tell
     assert "too busy" in lines[0]["error"]
     assert (lines[0]["ttft"], lines[0]["latency"], lines[2]["queue_time"]) == (None, None, None)
-    assert lines[3]["client_queue_time"] > lines[2]["client_queue_time"] > 0  # in vain they were due at once
+    assert lines[3]["client_queue_time"] > lines[2]["client_queue_time"] > 0  # all were due at once
     assert result["mean_queue_time_ms"] is None
     assert result["mean_client_queue_time_ms"] == pytest.approx(sum(line["client_queue_time"] for line in lines[2:]) / 2 * 1000)
     shown = capsys.readouterr().out
