@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any
 
 from aioengine.errors import AioEngineError, ConfigError
+from aioengine.printable import PrintableStream
 from aioengine_bench import console
 from aioengine_bench.datasets import BenchRequest
 from aioengine_bench.goal import Goal, percentiles_for
@@ -33,7 +34,7 @@ def misses(result: Mapping[str, Any], goals: Sequence[Goal]) -> list[str]:
 class Search:
     """One search as it runs: what was tried, and what comes next."""
 
-    def __init__(self, settings: SearchSettings, out: TextIO) -> None:
+    def __init__(self, settings: SearchSettings, out: PrintableStream) -> None:
         self._settings = settings
         self._out = out
         base = settings.base
