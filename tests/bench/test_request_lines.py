@@ -86,13 +86,6 @@ async def test_lines_of_a_server_tell_failures_and_not_its_queue(tmp_path: Path,
     assert re.search(r"1 x .*HTTP 503: too busy", shown)
 
 
-async def test_an_end_marker_is_part_of_no_latency(make_host: MakeHost, tmp_path: Path) -> None:
-    """What an engine sends at the end without any text or token says the reason, and is no chunk."""
-    await serve(base_settings(tmp_path), make_host().host())
-    _, lines = read(tmp_path)
-    assert all(len(line["itl"]) == line["output_tokens"] - 1 for line in lines)
-
-
 async def test_a_file_that_cannot_be_written_is_refused_before_the_run(make_host: MakeHost, tmp_path: Path) -> None:
     host = make_host()
     with pytest.raises(ConfigError, match="it is a folder"):

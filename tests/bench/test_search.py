@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,17 @@ from aioengine.cli import main
 from aioengine.config import EngineConfig
 from aioengine.engine.publish_options import PublishOptions
 from aioengine.errors import AioEngineError, ConfigError
+from aioengine.testing import FakeTokenizer
+from aioengine_bench import console
 from aioengine_bench.arrivals import ArrivalProcess
+from aioengine_bench.client import Chunk
+from aioengine_bench.datasets import BenchRequest
 from aioengine_bench.goal import parse_goals
 from aioengine_bench.rate_search import RateSearch, SearchSettings
-from aioengine_bench.search import misses, search
+from aioengine_bench.search import Search, misses, search
 from aioengine_bench.settings import ServeSettings
 from aioengine_bench.specs import DatasetSpec, RemoteSpec, SaveOptions
+from aioengine_bench.target import Target
 from tests.bench.conftest import FakeHost
 from tests.server.sockets import serving
 
@@ -36,7 +41,8 @@ BASE = ServeSettings(
 
 def tried(limit: float, *, start: float, most: int = 30, precision: float = 0.05) -> tuple[RateSearch, list[float]]:
     """A server that keeps its limits up to a rate and completes no more than twice that."""
-    rates, tries = RateSearch(start=start, precision=precision), []
+    rates = RateSearch(start=start, precision=precision)
+    tries: list[float] = []
     while (rate := rates.next_rate()) is not None and len(tries) < most:
         tries.append(rate)
         rates.note(rate, is_met=rate <= limit, throughput=min(rate, 2 * limit))
@@ -116,6 +122,24 @@ async def test_each_try_on_an_engine_finds_an_empty_prefix_cache(make_host: Make
     result = json.loads(path.read_text())
     assert [one["total_cached_tokens"] for one in result["goal_search"]["tries"]] == [0, 0, 0]
     assert result["num_preemptions"] == 0
+
+
+@pytest.mark.parametrize("can_reset", [True, False])
+async def test_a_server_that_cannot_be_reset_gets_other_prompts_each_time(can_reset: bool) -> None:
+    class Recorder:
+        def __init__(self) -> None:
+            self.prompts: list[tuple[int, ...]] = []
+
+        async def send(self, request: BenchRequest, *, request_id: str) -> AsyncIterator[Chunk]:
+            self.prompts.append(tuple(request.prompt_token_ids))
+            yield Chunk(request.max_tokens, "a", finish_reason="length")
+
+    client = Recorder()
+    target = Target(client, FakeTokenizer(), FakeTokenizer.vocab_size, None, dict, (lambda: None) if can_reset else None)
+    base = dataclasses.replace(BASE, arrivals=ArrivalProcess(request_rate=1000.0))
+    await Search(search_settings(base, "ttft_p99<=60000", tries=2), console.output_stream(stdout_is_taken=False)).run(target)
+    assert len(client.prompts) == 16
+    assert len(set(client.prompts)) == (8 if can_reset else 16)
 
 
 async def test_an_interrupted_search_keeps_its_tries(make_host: MakeHost, tmp_path: Path) -> None:
