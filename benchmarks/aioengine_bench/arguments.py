@@ -24,6 +24,7 @@ from aioengine_bench.flags import (
     sampling_spec,
 )
 from aioengine_bench.options import add_options, given, refuse_unused
+from aioengine_bench.rate_search import SearchSettings
 from aioengine_bench.settings import (
     CompareSettings,
     DiffSettings,
@@ -36,7 +37,7 @@ from aioengine_bench.settings import (
     ThroughputSettings,
 )
 from aioengine_bench.simulate.settings import SimulateSettings
-from aioengine_bench.specs import SaveOptions
+from aioengine_bench.specs import LOAD, SaveOptions
 
 if TYPE_CHECKING:
     from aioengine_bench.host import Host
@@ -143,12 +144,14 @@ def _add_serve(commands: Any, host: Host) -> None:
   aioengine bench serve --dataset-name text --request-rate 2 --num-prompts 100
   aioengine bench serve --max-concurrency 8 --num-prompts 64 --input-len 128 --goodput ttft:500 tpot:80
   aioengine bench serve --dataset-name burst --burst-size 8 --burst-interval 5 --save-result --save-detailed
+  aioengine bench serve --goal "ttft_p99<=500,tpot_p50<=40" --num-prompts 100     the highest rate that keeps them
   aioengine bench serve --base-url http://127.0.0.1:8000 --workload mixed      a server, with the tokenizer of --model
 """,
     )
     add_remote_options(parser)
     add_options(parser, ServeSettings)
     add_load_options(parser)
+    add_options(parser, SearchSettings, group=LOAD)
     add_metric_options(parser)
     add_dataset_options(parser, num_prompts=1000)
     add_sampling_options(parser)
@@ -158,7 +161,13 @@ def _add_serve(commands: Any, host: Host) -> None:
     def handle(args: argparse.Namespace, start_time: float) -> None:
         from aioengine_bench.serve import serve
 
-        host.run(serve(serve_settings(args, host), host))
+        settings, search_options = serve_settings(args, host), given(args, SearchSettings)
+        if not search_options:
+            host.run(serve(settings, host))
+            return
+        from aioengine_bench.search import search
+
+        host.run(search(SearchSettings(**search_options, base=settings), host))
 
     parser.set_defaults(handler=handle)
 
@@ -195,7 +204,7 @@ def _add_sweep(commands: Any, host: Host) -> None:
     )
     add_options(parser, SweepSettings)
     warm_ups = "requests before each combination of settings and load, not counted"
-    add_options(parser, ServeSettings, texts={"num_warmups": warm_ups})
+    add_options(parser, ServeSettings, texts={"num_warmups": warm_ups}, leave_out=("requests_jsonl",))
     add_load_options(parser)
     add_metric_options(parser)
     add_dataset_options(parser, num_prompts=100)

@@ -18,12 +18,20 @@ class Chunk:
     """Content that arrived together. `num_tokens` may be 0 when only text came (what was held back at the end).
 
     time: when it arrived, in seconds of `time.perf_counter()`, where the client knows better than who receives this.
+    finish_reason: of the last one. queue_time: seconds that the request waited in the engine before its first step, if known.
     """
 
     num_tokens: int
     text: str = ""
     num_cached_tokens: int = 0
     time: float | None = None
+    finish_reason: str | None = None
+    queue_time: float | None = None
+
+    @property
+    def has_content(self) -> bool:
+        """False for an end marker, which is no part of any latency."""
+        return self.num_tokens > 0 or self.text != ""
 
 
 class RequestAborted(Exception):
@@ -67,17 +75,21 @@ class EngineClient:
         params = sampling_params(self.sampling, request)
         if self.final_only:
             (output,) = await self.engine.generate_batch([request.prompt_token_ids], params, progress=False)
-            yield Chunk(len(output.token_ids), output.text, output.num_cached_tokens)
+            yield _chunk(output, len(output.token_ids), output.text)
             check_complete(output, request.max_tokens, ignore_eos=request.ignore_eos)
             return
         num_tokens = 0
         async for output in self.engine.generate(request.prompt_token_ids, params, request_id=request_id):
             num_new = len(output.token_ids) - num_tokens
             num_tokens += num_new
-            if num_new or output.text_delta:
-                yield Chunk(num_new, output.text_delta, output.num_cached_tokens)
+            if num_new or output.text_delta or output.finish_reason is not None:
+                yield _chunk(output, num_new, output.text_delta)
             if output.finish_reason is not None:
                 check_complete(output, request.max_tokens, ignore_eos=request.ignore_eos)
+
+
+def _chunk(output: RequestOutput, num_tokens: int, text: str) -> Chunk:
+    return Chunk(num_tokens, text, output.num_cached_tokens, finish_reason=output.finish_reason, queue_time=output.metrics.queue_s)
 
 
 def check_complete(output: RequestOutput, max_tokens: int, *, ignore_eos: bool) -> None:

@@ -18,6 +18,9 @@ _METRIC_TITLES = {
     "e2el": "End-to-end Latency",
 }
 
+_QUEUE_TITLES = {"queue_time": "Queue in the engine (part of TTFT)", "client_queue_time": "Queue in the client (in no latency)"}
+_LEAST_SHOWN_MS = {"queue_time": 0.0, "client_queue_time": 1.0}  # below it the client sent when it should
+
 
 def progress_bar(total: int, *, description: str, unit: str = "request", disable: bool = False) -> tqdm[Any]:
     """On stderr, and silent where that is no terminal."""
@@ -77,8 +80,31 @@ def serving_block(result: Mapping[str, Any], metrics: Sequence[str], percentile_
             line(f"{name.capitalize()} {metric.upper()} (ms)", result[f"{name}_{metric}_ms"])
             for name in ("mean", "median", *percentile_names)
         ]
+    for name, title in _QUEUE_TITLES.items():
+        waited = result.get(f"mean_{name}_ms")
+        if waited is not None and waited >= _LEAST_SHOWN_MS[name]:
+            lines.append(heading(title, fill="-"))
+            lines += [
+                line(f"{which.capitalize()} delay (ms)", result[f"{which}_{name}_ms"]) for which in ("mean", "median", *percentile_names)
+            ]
+    if result["failure_reasons"]:
+        lines.append(heading("Requests not completed", fill="-"))
+        lines += reason_lines(result["failure_reasons"])
     lines.append("=" * _WIDTH)
     return "\n".join(lines)
+
+
+def reason_lines(reasons: Mapping[str, int], *, most: int = 5, width: int = 160) -> list[str]:
+    """ "    3 x RequestFailed: HTTP 503", the first line of each reason, and how many requests have one that is not shown."""
+    counts: dict[str, int] = {}
+    for reason, count in reasons.items():
+        first = reason.strip().splitlines()[0] if reason.strip() else "no reason given"
+        short = first if len(first) <= width else first[: width - 3] + "..."
+        counts[short] = counts.get(short, 0) + count
+    items = sorted(counts.items(), key=lambda item: -item[1])
+    lines = [f"{count:>5} x {reason}" for reason, count in items[:most]]
+    hidden = items[most:]
+    return lines + ([f"{sum(count for _, count in hidden):>5} for {len(hidden)} other reasons"] if hidden else [])
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

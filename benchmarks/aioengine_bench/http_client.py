@@ -12,7 +12,7 @@ import os
 import ssl
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, SupportsIndex
 from urllib.parse import urlsplit
 
@@ -229,8 +229,8 @@ async def _chunks(connection: _Connection, head: _Head, request: BenchRequest) -
         if held is not None and is_last and isinstance(total := usage.get("completion_tokens"), int):
             held = Chunk(max(0, held.num_tokens + total - num_tokens), held.text, num_cached, held.time)
             num_tokens = total
-    if held is not None:
-        yield held
+    if held is not None or finish_reason is not None:
+        yield replace(held or Chunk(0), finish_reason=finish_reason)
     if finish_reason is None:
         raise RequestFailed("the stream broke off" if not is_done else "the stream ended without a finish_reason")
     if finish_reason == "abort":

@@ -16,9 +16,9 @@ from aioengine_bench.host import Host
 from aioengine_bench.metrics import mean, percentile, standard_deviation
 from aioengine_bench.random_prompts import RandomPrompts
 from aioengine_bench.results import check_saving, environment, file_name, save_result, timestamp, with_metadata
-from aioengine_bench.serve import engine_settings
 from aioengine_bench.settings import LatencySettings
 from aioengine_bench.specs import SamplingSpec
+from aioengine_bench.target import engine_settings
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 

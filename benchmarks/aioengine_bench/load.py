@@ -42,6 +42,8 @@ class _Progress:
     chunk_sizes: list[int] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
     num_cached_tokens: int = 0
+    finish_reason: str | None = None
+    queue_time: float | None = None
 
 
 class LoadGenerator:
@@ -139,6 +141,10 @@ class LoadGenerator:
         chunks = self._client.send(request, request_id=f"{self._request_id_prefix}{index}")
         try:
             async for chunk in chunks:
+                progress.finish_reason = chunk.finish_reason
+                progress.queue_time = chunk.queue_time
+                if not chunk.has_content:
+                    continue
                 self._num_waiting -= not progress.chunk_times
                 progress.chunk_times.append(time.perf_counter() if chunk.time is None else chunk.time)
                 progress.chunk_sizes.append(chunk.num_tokens)
@@ -163,6 +169,9 @@ class LoadGenerator:
             error=error,
             text="".join(progress.text),
             num_cached_tokens=progress.num_cached_tokens,
+            max_tokens=request.max_tokens,
+            finish_reason=progress.finish_reason,
+            queue_time=progress.queue_time,
         )
         self._num_waiting -= not progress.chunk_times
         self._num_failed += kind == "failed"

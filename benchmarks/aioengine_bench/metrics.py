@@ -13,6 +13,7 @@ from typing import Any
 from aioengine_bench.timeline import RequestRecord
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
+QUEUES = ("queue_time", "client_queue_time")
 SLO_METRICS = ("ttft", "tpot", "e2el")
 
 
@@ -212,6 +213,38 @@ def metric_figures(metric: str, values_ms: Sequence[float], percentiles: Sequenc
         f"median_{metric}_ms": percentile(ordered, 50),
         f"std_{metric}_ms": standard_deviation(ordered),
         **{f"{percentile_name(percent)}_{metric}_ms": percentile(ordered, percent) for percent in percentiles},
+    }
+
+
+def queue_figures(records: Iterable[RequestRecord], percentiles: Sequence[float]) -> dict[str, float | None]:
+    """What completed requests waited: `queue_time` in the engine, of those that tell it, and `client_queue_time` in the client."""
+    done = [record for record in records if record.outcome == "completed"]
+    result: dict[str, float | None] = {}
+    for name in QUEUES:
+        result |= metric_figures(name, [value * 1000 for value in metric_values(done, name)], percentiles)
+    return result
+
+
+def request_line(record: RequestRecord, *, start_time: float, request_id: str) -> dict[str, Any]:
+    """All that is known of one request, times in seconds; the names are those of `vllm bench`'s own per-request objects."""
+    return {
+        "request_id": request_id,
+        "success": record.outcome == "completed",
+        "outcome": record.outcome,
+        "finish_reason": record.finish_reason,
+        "error": record.error,
+        "prompt_len": record.prompt_len,
+        "expected_output_len": record.max_tokens,
+        "output_tokens": record.output_len,
+        "cached_tokens": record.num_cached_tokens,
+        "start_time": record.send_time - start_time,
+        "client_queue_time": record.client_queue_time,
+        "queue_time": record.queue_time,
+        "ttft": record.ttft,
+        "tpot": record.tpot,
+        "latency": record.e2el,
+        "itl": record.itl,
+        "generated_text": record.text,
     }
 
 

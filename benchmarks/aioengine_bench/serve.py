@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from random import Random
 from typing import Any
 
-from aioengine.config import EngineConfig
-from aioengine.engine.async_engine import AsyncEngine
-from aioengine.engine.outputs.detokenizer import TextTokenizer
 from aioengine.errors import AioEngineError, ConfigError
 from aioengine_bench import console
 from aioengine_bench.arrivals import ArrivalProcess
-from aioengine_bench.client import Client, EngineClient
-from aioengine_bench.datasets import BenchRequest, check_lengths, load_dataset
+from aioengine_bench.client import Client
+from aioengine_bench.datasets import BenchRequest
+from aioengine_bench.files import check_writable, write_file
 from aioengine_bench.host import Host
-from aioengine_bench.http_client import HttpClient, list_models
 from aioengine_bench.load import LoadGenerator, LoadResult
-from aioengine_bench.metrics import details, percentile_name, summarize
-from aioengine_bench.results import check_saving, environment, file_name, save_result, timestamp, with_metadata
+from aioengine_bench.metrics import details, percentile_name, queue_figures, request_line, summarize
+from aioengine_bench.results import check_saving, encode_result, file_name, save_result, timestamp, with_metadata
 from aioengine_bench.settings import ServeSettings
-from aioengine_bench.specs import RemoteSpec
+from aioengine_bench.target import opened_target
 
 BACKEND = "aioengine"
 
@@ -78,7 +74,7 @@ def make_result(
     if summary is None:
         summary = summarize(
             load.records, duration=load.duration, percentiles=settings.percentiles, metrics=settings.metrics, slo_ms=settings.slo_ms
-        )
+        ) | queue_figures(load.records, settings.percentiles)
     result: dict[str, Any] = {
         "date": date,
         "endpoint_type": settings.backend,
@@ -125,99 +121,37 @@ def describe_reasons(reasons: Mapping[str, int], *, most: int = 3) -> str:
     return "; ".join(texts[:most]) + (f"; and {len(texts) - most} other reasons" if len(texts) > most else "")
 
 
-def engine_settings(engine: AsyncEngine) -> dict[str, Any]:
-    """What of the engine's settings a figure depends on."""
-    resolved = engine.resolved_config
-    stats = engine.stats()
-    return {
-        **dataclasses.asdict(resolved.worker),
-        "max_num_seqs": resolved.scheduler.max_num_seqs,
-        "max_num_batched_tokens": resolved.scheduler.max_num_batched_tokens,
-        "max_model_len": resolved.scheduler.max_model_len,
-        "async_scheduling": resolved.scheduler.async_scheduling,
-        "enable_prefix_caching": resolved.cache.enable_prefix_caching,
-        "block_size": resolved.cache.block_size,
-        "num_kv_cache_blocks": stats.num_total_blocks + 1,
-    }
-
-
 async def serve(settings: ServeSettings, host: Host) -> bool:
     """Run, print, save. True if it was interrupted: the result, saved all the same, is partial. Raises ConfigError."""
-    if settings.remote is not None:
-        return await serve_remote(settings, settings.remote)
     date = timestamp()
-    check_saving(settings.save, result_keys(settings), default_name=default_file_name(settings, date))
-    async with host.started_engine(settings.config, settings.publish) as engine:
-        requests = load_dataset(settings.dataset, engine.tokenizer, vocab_size=engine.model_info.vocab_size)
-        check_lengths(requests, engine.resolved_config.scheduler.max_model_len)
+    remote_keys = [] if settings.remote is None else ["base_url", "endpoint"]
+    check_saving(settings.save, [*result_keys(settings), *remote_keys], default_name=default_file_name(settings, date))
+    if settings.requests_jsonl is not None:
+        check_writable(Path(settings.requests_jsonl))
+    async with opened_target(settings, host) as target:
+        requests = target.requests(settings.dataset)
         times = due_times(settings, requests)
-        client = EngineClient(engine, settings.sampling)
-        await warm_up(client, requests, settings.num_warmups)
-        load = await run_load(settings, client, requests)
-        stats = engine.stats()
-        result = make_result(settings, load, num_requests=len(requests), date=date, rps_changes=settings.arrivals.rps_changes(times)) | {
-            "num_preemptions": stats.num_preemptions,
-            "engine": engine_settings(engine),
-            "environment": environment(),
-        }
-    report(settings, result)
-    check_some_completed(result, "serve")
+        await warm_up(target.client, requests, settings.num_warmups)
+        load = await run_load(settings, target.client, requests)
+        result = make_result(settings, load, num_requests=len(requests), date=date, rps_changes=settings.arrivals.rps_changes(times))
+        result |= target.facts()
+    report(settings, result, load)
+    check_some_completed(result, "serve" if settings.remote is None else f"serve {settings.remote.base_url}")
     return load.interrupted
 
 
-async def serve_remote(settings: ServeSettings, remote: RemoteSpec) -> bool:
-    """As `serve`, of a server behind OpenAI's API."""
-    date = timestamp()
-    check_saving(settings.save, [*result_keys(settings), "base_url", "endpoint"], default_name=default_file_name(settings, date))
-    card = choose_model(await list_models(remote), remote)
-    tokenizer, vocab_size = await asyncio.to_thread(load_tokenizer_of, settings.config)
-    requests = load_dataset(settings.dataset, tokenizer, vocab_size=vocab_size)
-    if isinstance(max_model_len := card.get("max_model_len"), int):
-        check_lengths(requests, max_model_len)
-    times = due_times(settings, requests)
-    client = HttpClient(remote, model=card["id"], sampling=settings.sampling, tokenizer=tokenizer)
-    try:
-        await warm_up(client, requests, settings.num_warmups)
-        load = await run_load(settings, client, requests)
-    finally:
-        await client.close()
-    rps_changes = settings.arrivals.rps_changes(times)
-    result = make_result(settings, load, num_requests=len(requests), date=date, rps_changes=rps_changes) | {
-        "model_id": card["id"],
-        "num_preemptions": None,
-        "engine": {},
-        "environment": environment(),
-        "base_url": remote.base_url,
-        "endpoint": remote.path,
-    }
-    report(settings, result)
-    check_some_completed(result, f"serve {remote.base_url}")
-    return load.interrupted
+def request_lines(settings: ServeSettings, load: LoadResult) -> bytes:
+    """One JSON line for each request that was sent, in the order of the dataset."""
+    records = sorted(load.records, key=lambda record: record.index)
+    start = min((record.send_time for record in records), default=0.0)
+    lines = [
+        encode_result(request_line(record, start_time=start, request_id=f"{settings.request_id_prefix}{record.index}"))
+        for record in records
+    ]
+    return b"".join(line + b"\n" for line in lines)
 
 
-def choose_model(cards: Sequence[dict[str, Any]], remote: RemoteSpec) -> dict[str, Any]:
-    """The entry of `/v1/models` that is asked for. Raises ConfigError naming those there are."""
-    for card in cards:
-        if isinstance(card.get("id"), str) and remote.model in ("", card["id"]):
-            return card
-    names = ", ".join(str(card.get("id")) for card in cards) or "none"
-    raise ConfigError(f"{remote.base_url} does not serve {remote.model!r}; it serves {names}")
-
-
-def load_tokenizer_of(config: EngineConfig) -> tuple[TextTokenizer, int]:
-    """And the size of its vocabulary. The model "fake" is that of `aioengine serve --fake`. Raises ModelError."""
-    if config.model == "fake":
-        from aioengine.testing import FakeTokenizer
-
-        return FakeTokenizer(), FakeTokenizer.vocab_size
-    from aioengine.checkpoint.tokenizer import load_tokenizer
-    from aioengine.models.info import read_model_info, resolve_model
-
-    files = resolve_model(config.tokenizer or config.model)
-    return load_tokenizer(files.folder), read_model_info(files).vocab_size
-
-
-def report(settings: ServeSettings, result: dict[str, Any]) -> None:
+def report(settings: ServeSettings, result: dict[str, Any], load: LoadResult) -> None:
     out = console.output_stream(stdout_is_taken=settings.save.claims_stdout)
     print(console.serving_block(result, settings.metrics, [percentile_name(p) for p in settings.percentiles]), file=out)
     if settings.max_concurrency is not None:
@@ -232,6 +166,9 @@ def report(settings: ServeSettings, result: dict[str, Any]) -> None:
     )
     if path is not None:
         print(f"Saved to {path}", file=out)
+    if settings.requests_jsonl is not None:
+        write_file(Path(settings.requests_jsonl), request_lines(settings, load))
+        print(f"{len(load.records)} requests in {settings.requests_jsonl}", file=out)
 
 
 def default_file_name(settings: ServeSettings, date: str) -> str:

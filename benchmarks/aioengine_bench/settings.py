@@ -143,6 +143,9 @@ class ServeSettings:
     publish: PublishOptions = field(default_factory=PublishOptions)
     disable_progress: bool = progress_option()
     request_id_prefix: str = option("bench-", "of the request ids", metavar="TEXT")
+    requests_jsonl: str | None = option(
+        None, "also write one JSON line a request: lengths asked and got, finish reason, error, times", metavar="FILE", unset=""
+    )
     remote: RemoteSpec | None = None
 
     @property

@@ -24,9 +24,10 @@ from aioengine_bench.identity import identity_hash, run_identity
 from aioengine_bench.metrics import median_run
 from aioengine_bench.report import Input, make_page
 from aioengine_bench.results import check_saving, environment, file_name, read_results, save_result, timestamp, with_metadata
-from aioengine_bench.serve import check_some_completed, engine_settings, make_result, result_keys, run_load, warm_up
+from aioengine_bench.serve import check_some_completed, make_result, result_keys, run_load, warm_up
 from aioengine_bench.settings import Load, ServeSettings, SweepSettings
 from aioengine_bench.specs import SaveOptions
+from aioengine_bench.target import engine_settings
 
 _NUM_SATURATION_RATES = 6
 # A run of finite length ends with requests that are still being answered: the rate it reaches is a little below what was offered.

@@ -13,8 +13,9 @@ from aioengine_bench.host import Host
 from aioengine_bench.load import LoadGenerator, LoadResult
 from aioengine_bench.metrics import count_reasons, details, median_run, percentile
 from aioengine_bench.results import check_saving, environment, file_name, save_result, timestamp, with_metadata
-from aioengine_bench.serve import check_some_completed, describe_reasons, engine_settings, warm_up
+from aioengine_bench.serve import check_some_completed, describe_reasons, warm_up
 from aioengine_bench.settings import ThroughputSettings
+from aioengine_bench.target import engine_settings
 
 
 def run_figures(load: LoadResult) -> dict[str, Any]:

@@ -21,7 +21,10 @@ Outcome = Literal["completed", "failed", "aborted"]
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """One request, with times in seconds of one clock. An error inside a stream makes it failed, whatever came before."""
+    """One request, with times in seconds of one clock. An error inside a stream makes it failed, whatever came before.
+
+    max_tokens: what was asked for. queue_time: what it waited in the engine before its first step; None: not known.
+    """
 
     index: int  # in the order of the dataset
     prompt_len: int  # tokens
@@ -33,6 +36,9 @@ class RequestRecord:
     error: str = ""
     text: str = ""
     num_cached_tokens: int = 0
+    max_tokens: int | None = None
+    finish_reason: str | None = None
+    queue_time: float | None = None
 
     @property
     def output_len(self) -> int:

@@ -166,3 +166,17 @@ async def test_an_interrupted_run_was_not_stopped() -> None:
     result = await task
     assert (result.interrupted, result.stop_reason) == (True, None)
     assert result.records[0].error == "interrupted"
+
+
+async def test_an_end_marker_is_part_of_no_latency() -> None:
+    """It comes late, has no text and no token, and says why the answer ended."""
+
+    class LateEnd:
+        async def send(self, request: BenchRequest, *, request_id: str) -> AsyncIterator[Chunk]:
+            yield Chunk(1, "a")
+            await asyncio.sleep(0.05)
+            yield Chunk(0, finish_reason="stop", queue_time=0.25)
+
+    (record,) = (await LoadGenerator(LateEnd()).run([REQUEST], [0.0])).records
+    assert (record.chunk_sizes, record.itl, record.finish_reason, record.queue_time) == ((1,), [], "stop", 0.25)
+    assert record.e2el == record.ttft

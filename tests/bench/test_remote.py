@@ -20,9 +20,10 @@ from aioengine.testing import FakeTokenizer
 from aioengine_bench.client import RequestFailed
 from aioengine_bench.datasets import BenchRequest
 from aioengine_bench.http_client import HttpClient
-from aioengine_bench.serve import result_keys, serve_remote
+from aioengine_bench.serve import result_keys, serve
 from aioengine_bench.settings import ServeSettings
 from aioengine_bench.specs import DatasetSpec, RemoteSpec, SaveOptions
+from tests.bench.conftest import FakeHost
 from tests.server.sockets import KEY, serving
 
 DATASET = DatasetSpec(name="random", num_prompts=6, input_len=20, output_len=12)
@@ -43,8 +44,7 @@ def settings_for(url: str, path: Path, **changes: Any) -> ServeSettings:
 
 async def measured(url: str, path: Path, **changes: Any) -> dict[str, Any]:
     settings = settings_for(url, path, **changes)
-    assert settings.remote is not None
-    await serve_remote(settings, settings.remote)
+    await serve(settings, FakeHost().host())
     return read(path)
 
 

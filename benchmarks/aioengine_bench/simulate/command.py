@@ -16,6 +16,7 @@ from aioengine.replay.recording import read_settings
 from aioengine.testing import FakeTokenizer, make_model_info
 from aioengine_bench import console
 from aioengine_bench.datasets import load_dataset
+from aioengine_bench.goal import Goal, best, percentiles_for
 from aioengine_bench.load import LoadResult
 from aioengine_bench.metrics import percentile_name
 from aioengine_bench.results import check_saving, environment, save_result, timestamp, with_metadata
@@ -24,7 +25,6 @@ from aioengine_bench.settings import ServeSettings
 from aioengine_bench.simulate.arrivals import Arrival, block_hashes
 from aioengine_bench.simulate.cost import HostCost, StepCost, fit, roofline
 from aioengine_bench.simulate.figures import RunningFigures
-from aioengine_bench.simulate.goal import Goal, best
 from aioengine_bench.simulate.plan import Plan, Value, combinations
 from aioengine_bench.simulate.run import DetailedRecorder
 from aioengine_bench.simulate.run_plan import MAX_MODEL_LEN, run_plan
@@ -46,7 +46,7 @@ class _Input:
 def run_simulate(settings: SimulateSettings, serve: ServeSettings) -> None:
     """Print and save. serve: of the options that `bench serve` has too. Raises ConfigError."""
     date = timestamp()
-    serve = dataclasses.replace(serve, percentiles=_percentiles(serve.percentiles, settings.goals))
+    serve = dataclasses.replace(serve, percentiles=percentiles_for(serve.percentiles, settings.goals))
     given = _read_input(settings, serve)
     default_name = default_file_name(serve, date)
     check_saving(serve.save, ["benchmark", "simulated"], default_name=default_name)
@@ -78,11 +78,6 @@ def run_simulate(settings: SimulateSettings, serve: ServeSettings) -> None:
     path = save_result(with_metadata(result, serve.save.metadata), serve.save, default_name=default_name)
     if path is not None:
         print(f"Saved to {path}", file=out)
-
-
-def _percentiles(wanted: Sequence[float], goals: Sequence[Goal]) -> tuple[float, ...]:
-    extra = {goal.percentile for goal in goals if goal.percentile not in (None, 50.0)}
-    return tuple(sorted({*wanted, *(percent for percent in extra if percent is not None)}))
 
 
 # ---------------------------------------------------------------------------------------------------- what goes in

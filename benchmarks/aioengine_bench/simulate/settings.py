@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from aioengine.errors import ConfigError
+from aioengine_bench.goal import Goal, parse_goals
 from aioengine_bench.options import option
-from aioengine_bench.simulate.goal import Goal, parse_goals
 from aioengine_bench.simulate.plan import Value, parse_ranges, parse_settings
 
 

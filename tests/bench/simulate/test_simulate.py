@@ -19,11 +19,11 @@ from aioengine.errors import ConfigError
 from aioengine.events.recording.reader import read_recording
 from aioengine.events.step_event import StepEvent
 from aioengine.replay.frames import replay_frames
+from aioengine_bench.goal import best, parse_goals
 from aioengine_bench.metrics import summarize
 from aioengine_bench.simulate.arrivals import Arrival
 from aioengine_bench.simulate.cost import HostCost, LinearCost, fit, non_negative_least_squares, roofline
 from aioengine_bench.simulate.figures import RunningFigures
-from aioengine_bench.simulate.goal import best, parse_goals
 from aioengine_bench.simulate.plan import Plan, parse_ranges
 from aioengine_bench.simulate.recorded import simulated_frames
 from aioengine_bench.simulate.run import DetailedRecorder, Routing, SimulatedRun

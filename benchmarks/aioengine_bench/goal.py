@@ -1,4 +1,4 @@
-"""Limits that a simulated setting has to meet, and which of those that do is best."""
+"""Limits that a run has to meet, and which of the runs that do is best."""
 
 from __future__ import annotations
 
@@ -19,6 +19,14 @@ class Goal:
     metric: str
     statistic: str
     limit_ms: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.metric}_{self.statistic}"
+
+    @property
+    def text(self) -> str:
+        return f"{self.name}<={self.limit_ms:g}"
 
     @property
     def key(self) -> str:
@@ -43,6 +51,12 @@ def parse_goals(text: str) -> list[Goal]:
             raise ConfigError(f"a goal must look like ttft_p99<=500 (milliseconds; ttft, tpot, itl or e2el), got {item!r}")
         goals.append(Goal(found[1], found[2], float(found[3])))
     return goals
+
+
+def percentiles_for(wanted: Sequence[float], goals: Sequence[Goal]) -> tuple[float, ...]:
+    """Those that are wanted, and what the goals ask of besides the median."""
+    extra = {goal.percentile for goal in goals if goal.percentile not in (None, 50.0)}
+    return tuple(sorted({*wanted, *(percent for percent in extra if percent is not None)}))
 
 
 def best(results: Sequence[Mapping[str, Any]], goals: Sequence[Goal]) -> tuple[int, bool]:
