@@ -66,11 +66,15 @@ class SafetensorsTensor:
 
     def read_into(self, out: torch.Tensor) -> None:
         self.check()
+        out.copy_(self.read_raw())
+
+    def read_raw(self) -> torch.Tensor:
+        """As stored, integers and float8 too: for who knows what they mean."""
         try:
             stored: torch.Tensor = self.handle.get_tensor(self.name)
         except Exception as error:  # what a broken header raises differs between releases of safetensors
             raise ModelError(f"{self.path}: cannot read tensor {self.name}: {error}") from error
-        out.copy_(stored)
+        return stored
 
     def read_packed(self) -> PackedRows | None:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +17,18 @@ class PackedRows:
     data: torch.Tensor  # [rows, bytes_per_row] uint8
 
 
+@dataclass(frozen=True, slots=True)
+class UnreadRows:
+    """`PackedRows` that cost something to make: who asks for the kind alone does not pay for it."""
+
+    kind: str
+    read: Callable[[], torch.Tensor]
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.read()
+
+
 class StoredTensor(Protocol):
     """One tensor of a checkpoint, not read yet."""
 
@@ -28,7 +41,7 @@ class StoredTensor(Protocol):
     def read_into(self, out: torch.Tensor) -> None:
         """Fill `out` ([*shape], any float dtype, any device), dequantizing exactly and then casting."""
 
-    def read_packed(self) -> PackedRows | None:
+    def read_packed(self) -> PackedRows | UnreadRows | None:
         """The quantized rows, or None if the tensor is stored as plain numbers."""
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from aioengine.checkpoint.safetensors import SafetensorsTensor
-from aioengine.checkpoint.stored_tensor import PackedRows, StoredTensor, Zeros
+from aioengine.checkpoint.stored_tensor import PackedRows, StoredTensor, UnreadRows, Zeros
 from aioengine.errors import ModelError
 from aioengine.models.config import DecoderConfig
 from aioengine.printable import get_logger
@@ -47,7 +47,7 @@ class _Renamed:
     def read_into(self, out: torch.Tensor) -> None:
         self.stored.read_into(out)
 
-    def read_packed(self) -> PackedRows | None:
+    def read_packed(self) -> PackedRows | UnreadRows | None:
         return self.stored.read_packed()
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from aioengine.checkpoint.quantization import read_quantization
 from aioengine.errors import ModelError
 from aioengine.kv_cache_groups import group_layers, group_of_layers
 from aioengine.layers.activation import find_activation, known_activations
@@ -149,16 +150,7 @@ def decoder_config(
 
 def refuse_unsupported(raw: Mapping[str, Any]) -> None:
     """Raise ModelError for a model whose weights or whose kind no family here can serve, naming the key and its value."""
-    for key in ("quantization_config", "compression_config"):
-        if stated := raw.get(key):
-            method = stated.get("quant_method") if isinstance(stated, Mapping) else None
-            if method is None and isinstance(stated, Mapping) and (stated.get("load_in_4bit") or stated.get("load_in_8bit")):
-                method = "bitsandbytes"
-            bits = next((stated[name] for name in ("bits", "w_bit") if name in stated), None) if isinstance(stated, Mapping) else None
-            raise ModelError(
-                f"config.json: {key}: weights quantized by quant_method {method!r:.100}{'' if bits is None else f' ({bits!r:.20} bits)'} "
-                "are not supported; use the model that was quantized, or a GGUF file of it"
-            )
+    read_quantization(raw)
     if raw.get("is_encoder_decoder"):
         raise ModelError("config.json: is_encoder_decoder is true: only models that are a decoder alone are supported")
 

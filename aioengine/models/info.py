@@ -10,6 +10,7 @@ from aioengine.checkpoint.files import ModelFiles
 from aioengine.checkpoint.gguf import GGUFFile
 from aioengine.checkpoint.hub import find_files, pull_files
 from aioengine.checkpoint.json_file import read_json
+from aioengine.checkpoint.quantization import read_quantization
 from aioengine.checkpoint.safetensors import stored_dtype
 from aioengine.config import ModelInfo
 from aioengine.errors import ModelError
@@ -79,7 +80,7 @@ def read_model_info(files: ModelFiles, *, tokenizer: Tokenizer | None = None) ->
         bos_token_id=min(bos[0] or bos[1], default=None),
         sliding_window=windows[0] if len(set(windows)) == 1 else None,
         layer_windows=windows if len(set(windows)) > 1 else (),
-        is_quantized=files.format == "gguf" and any(GGUFFile(path).is_quantized for path in files.weights),
+        is_quantized=_is_quantized(raw, files),
     )
 
 
@@ -95,6 +96,14 @@ def _worth_knowing(raw: Mapping[str, Any], architecture: str, config: DecoderCon
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model {config.vocab_size} (vocab_size): "
             "a prompt with one of the others is refused"
         )
+
+
+def _is_quantized(raw: Mapping[str, Any], files: ModelFiles) -> bool:
+    """Whether matrices stay in few bits. Those that are read as plain numbers do not count."""
+    if files.format == "gguf":
+        return any(GGUFFile(path).is_quantized for path in files.weights)
+    quantization = read_quantization(raw)
+    return quantization is not None and quantization.packs
 
 
 def _natural_dtype(raw: Mapping[str, Any], files: ModelFiles) -> str:

@@ -12,6 +12,8 @@ from aioengine.attention.base import AttentionBackend
 from aioengine.checkpoint.files import ModelFiles
 from aioengine.checkpoint.gguf import open_gguf
 from aioengine.checkpoint.json_file import read_json
+from aioengine.checkpoint.quantization import read_quantization
+from aioengine.checkpoint.quantized_folder import assemble
 from aioengine.checkpoint.safetensors import open_all_safetensors
 from aioengine.checkpoint.stored_tensor import StoredTensor
 from aioengine.config import ModelInfo
@@ -133,4 +135,7 @@ def _one_torch_thread() -> Iterator[None]:
 
 
 def _stored_tensors(files: ModelFiles) -> Iterable[StoredTensor]:
-    return open_all_safetensors(files.weights) if files.format == "safetensors" else open_gguf(files.weights)
+    if files.format != "safetensors":
+        return open_gguf(files.weights)
+    tensors, quantization = open_all_safetensors(files.weights), read_quantization(read_json(files.folder / "config.json"))
+    return tensors if quantization is None else assemble(tensors, quantization)

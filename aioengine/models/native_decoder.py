@@ -17,6 +17,7 @@ from aioengine.attention.base import AttentionBatch
 from aioengine.attention.cpu_paged import CpuPagedBackend
 from aioengine.checkpoint.dequantize import plain_dtype
 from aioengine.checkpoint.gguf import GGUFTensor
+from aioengine.checkpoint.quantized import QuantizedMatrix
 from aioengine.checkpoint.stored_tensor import StoredTensor
 from aioengine.distributed.group import SINGLE_RANK, Group
 from aioengine.errors import ModelError
@@ -65,20 +66,29 @@ def build_native(config: DecoderConfig, *, attention_backend: AttentionBackend, 
 
 def announce_dense(tensors: Iterable[StoredTensor]) -> None:
     """Warn, in one line and before it happens, of quantized matrices that the native kernels keep as plain numbers."""
-    from aioengine_kernels.cpu.packing import supports_packing
-
     stored_bytes, dense_bytes, reasons = 0, 0, dict[str, None]()
     for stored in tensors:
-        if not isinstance(stored, GGUFTensor) or len(stored.shape) == 1 or plain_dtype(stored.info.kind) is not None:
+        if not isinstance(stored, GGUFTensor | QuantizedMatrix):
             continue
-        reason = supports_packing(stored.info.kind.name, stored.shape[1])
+        reason = _why_dense(stored)
         if reason is not None:
-            stored_bytes += stored.info.num_bytes
+            stored_bytes += stored.info.num_bytes if isinstance(stored, GGUFTensor) else stored.stored_bytes
             dense_bytes += 4 * stored.shape[0] * stored.shape[1]
             reasons[reason] = None
     if reasons:
         shown = "; ".join(list(reasons)[:3])
         logger.warning("weights of %d bytes in the file take %d bytes in memory, as float32: %s", stored_bytes, dense_bytes, shown)
+
+
+def _why_dense(stored: GGUFTensor | QuantizedMatrix) -> str | None:
+    """Why a quantized matrix cannot stay in its blocks; None if it can, or is none."""
+    from aioengine_kernels.cpu.packing import supports_packing
+
+    if isinstance(stored, QuantizedMatrix):
+        return stored.why_dense()
+    if len(stored.shape) == 1 or plain_dtype(stored.info.kind) is not None:
+        return None
+    return supports_packing(stored.info.kind.name, stored.shape[1])
 
 
 class NativeDecoderForCausalLM(CausalLM):

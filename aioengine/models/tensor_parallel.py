@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from aioengine.checkpoint.stored_tensor import PackedRows, StoredTensor, Zeros
+from aioengine.checkpoint.stored_tensor import PackedRows, StoredTensor, UnreadRows, Zeros
 from aioengine.distributed.group import Group
 from aioengine.errors import ConfigError, ModelError
 from aioengine.models.config import DecoderConfig
@@ -95,9 +95,9 @@ class SomeRows:
     def read_into(self, out: torch.Tensor) -> None:
         out.copy_(_read(self.whole, out.dtype)[self.first : self.first + self.count])
 
-    def read_packed(self) -> PackedRows | None:
+    def read_packed(self) -> UnreadRows | None:
         packed = self.whole.read_packed()
-        return None if packed is None else PackedRows(packed.kind, packed.data[self.first : self.first + self.count])
+        return None if packed is None else UnreadRows(packed.kind, lambda: packed.data[self.first : self.first + self.count])
 
 
 @dataclass(frozen=True, slots=True)

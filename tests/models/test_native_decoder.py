@@ -134,13 +134,13 @@ def attention_config(config: DecoderConfig) -> AttentionConfig:
     return AttentionConfig(config.num_heads, config.num_kv_heads, config.head_dim, 16, torch.float32, torch.float32)
 
 
-def logits_of(model: CausalLM, backend: TorchPagedBackend | CpuPagedBackend, chunks: list[int]) -> torch.Tensor:
+def logits_of(model: CausalLM, backend: TorchPagedBackend | CpuPagedBackend, chunks: list[int], *, vocabulary: int = 112) -> torch.Tensor:
     """One request of sum(chunks) tokens, block table [2, 0, 3]."""
     assert isinstance(model, DecoderForCausalLM | NativeDecoderForCausalLM)
     windows = [group.sliding_window for group in group_layers(model.config.layer_windows)]
     caches = [backend.allocate_kv_cache(4, CPU) for _ in range(model.num_layers)]
     table, end, parts = torch.tensor([[2, 0, 3]], dtype=torch.int32), 0, []
-    ids = torch.arange(sum(chunks)) * 7 % 112
+    ids = torch.arange(sum(chunks)) * 7 % vocabulary
     for count in chunks:
         start, end = end, end + count
         starts, lens, position = np.array([0, count], dtype=np.int32), np.array([end], dtype=np.int32), torch.arange(start, end)

@@ -46,17 +46,16 @@ def no_reading(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    "gptq": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"quantization_config.*'gptq' \(4 bits\).*or a GGUF file of it"),
-    "awq": ({"quantization_config": {"quant_method": "awq", "w_bit": 4}}, r"'awq' \(4 bits\).*use the model that was quantized"),
-    "fp8": ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, "'fp8'.*GGUF"),
-    "bitsandbytes": ({"quantization_config": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}, "'bitsandbytes'.*GGUF"),
-    "compressed-tensors": ({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {}}}, "'compressed-tensors'"),
+    "a quantization of no known method": (
+        {"quantization_config": {"quant_method": "mxfp4"}},
+        "'mxfp4' are not supported; supported: gptq, awq",
+    ),
     "compressed-tensors, once": (
         {"compression_config": {"quant_method": "compressed-tensors"}},
-        "compression_config.*'compressed-tensors'",
+        "compression_config.*'compressed-tensors'.*use the model that was quantized, or a GGUF file of it",
     ),
-    "mxfp4": ({"quantization_config": {"quant_method": "mxfp4"}}, "'mxfp4'"),
     "a method of no name": ({"quantization_config": {"bits": 8}}, r"quant_method None \(8 bits\)"),
+    "a quantization that is no object": ({"quantization_config": "gptq"}, "quantization_config must be an object, got 'gptq'"),
     "quantized, and of an unknown kind": ({"quantization_config": {"quant_method": "gptq"}, "architectures": ["X"]}, "'gptq'"),
     "another architecture": (
         {"architectures": ["StableLmForCausalLM"], "model_type": "stablelm"},

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 # Of a config.json: what would choose other code, kernels or weights than those that are loaded here.
 _LEFT_OUT = frozenset(
     {
-        *("auto_map", "custom_pipelines", "trust_remote_code", "quantization_config", "fusion_config", "transformers_weights"),
+        *("auto_map", "custom_pipelines", "trust_remote_code", "fusion_config", "transformers_weights"),
+        *("quantization_config", "compression_config"),
         *("attn_implementation", "experts_implementation", "name_or_path", "transformers_version"),
     }
 )

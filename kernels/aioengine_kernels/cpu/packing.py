@@ -43,6 +43,8 @@ _STORED_BLOCKS = {
     "Q3_K": (256, 110),
     "MXFP4": (32, 17),
 }
+# Like Q4_1, with the scale and the minimum in float32: no format of ggml. A block is 4 + 4 + 16 bytes, kept in the panels of Q4_K.
+_WIDE, _WIDE_BYTES = "Q4_1_F32", 24
 # Formats without panels of their own -> those that hold every one of their numbers exactly.
 _KEPT_AS = {"Q5_0": "Q8_0", "IQ4_NL": "Q8_0", "Q5_1": "Q5_K", "IQ4_XS": "Q6_K", "Q3_K": "Q6_K", "MXFP4": "Q6_K"}
 _DENSE = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -106,9 +108,9 @@ def aligned_zeros(num_bytes: int) -> torch.Tensor:
 
 def supports_packing(kind: str, columns: int) -> str | None:
     """None if rows of this ggml type and length can be packed, else why not."""
-    if kind not in FORMATS:
+    if kind not in FORMATS and kind != _WIDE:
         return f"no packed form of {kind} weights; there is one of {', '.join(FORMATS)}"
-    size = _STORED_BLOCKS.get(kind, (1, 0))[0]
+    size = _GROUP_COLUMNS if kind == _WIDE else _STORED_BLOCKS.get(kind, (1, 0))[0]
     return f"{columns} columns are not a multiple of {size}, the block of {kind}" if columns % size else None
 
 
@@ -117,7 +119,7 @@ class MatrixBuilder:
 
     def __init__(self, kind: str, rows: int, columns: int) -> None:
         """Raises ValueError for a kind or a row length that cannot be packed."""
-        reason = supports_packing(kind, columns)
+        reason = supports_packing(kind, columns) if kind != _WIDE else f"{_WIDE} is packed whole, by pack()"
         if reason is not None:
             raise ValueError(reason)
         if rows <= 0 or columns <= 0:
@@ -155,13 +157,42 @@ class MatrixBuilder:
 
 
 def pack(kind: str, columns: int, parts: Sequence[torch.Tensor]) -> PackedMatrix:
-    """One matrix of the rows of all parts. See `MatrixBuilder.put` for the form of a part."""
+    """One matrix of the rows of all parts. See `MatrixBuilder.put` for the form of a part.
+
+    Of kind "Q4_1_F32" a part is [n, columns / 32 * 24] uint8: for each 32 columns scale and minimum in float32, then the nibbles of a Q4_1.
+    """
+    if kind == _WIDE:
+        return _pack_wide(columns, parts)
     builder = MatrixBuilder(kind, sum(part.shape[0] for part in parts), columns)
     row = 0
     for part in parts:
         builder.put(row, part)
         row += part.shape[0]
     return builder.matrix
+
+
+def _pack_wide(columns: int, parts: Sequence[torch.Tensor]) -> PackedMatrix:
+    """The quants of a Q4_1, and beside them the scales as Q4_K keeps them: products are those of Q4_K."""
+    reason, width = supports_packing(_WIDE, columns), columns // _GROUP_COLUMNS * _WIDE_BYTES
+    for part in parts:
+        if reason is not None or part.dtype != torch.uint8 or part.dim() != 2 or part.shape[1] != width:
+            raise ValueError(
+                reason or f"{_WIDE} rows of {columns} columns are torch.uint8 [n, {width}], got {part.dtype} {list(part.shape)}"
+            )
+    groups = columns // _GROUP_COLUMNS
+    blocks = torch.cat(list(parts)).view(-1, groups, _WIDE_BYTES)
+    rows = blocks.shape[0]
+    nibbles = torch.cat([blocks.new_zeros(rows, groups, 4), blocks[..., 8:]], dim=2)
+    quants = pack("Q4_1", columns, [nibbles.view(rows, -1)])
+    num_panels, num_bytes = -(-rows // _PANEL_ROWS), groups * _GROUP_BYTES["Q4_K"][0]
+    scales = torch.zeros(num_panels * _PANEL_ROWS, groups, 2)
+    scales[:rows] = blocks[..., :8].contiguous().view(torch.float32)
+    by_group = scales.view(num_panels, _PANEL_ROWS, groups, 2).permute(0, 2, 3, 1).contiguous()  # [panels, groups, 2, 16]
+    data = aligned_zeros(num_panels * groups * sum(_GROUP_BYTES["Q4_K"]))
+    panels = data.view(num_panels, -1)
+    panels[:, :num_bytes] = quants.data.view(num_panels, -1)[:, :num_bytes]
+    panels[:, num_bytes:] = by_group.view(num_panels, -1).view(torch.uint8)
+    return PackedMatrix("Q4_K", rows, columns, data)
 
 
 def pack_dense(weight: torch.Tensor) -> PackedMatrix:

@@ -148,6 +148,29 @@ def test_parts_of_several_formats(kernels: CpuKernels, fast: bool, randn: Randn)
         FusedMatrix((parts[0], make("Q4_1", 8, 96)[0]))
 
 
+@pytest.mark.parametrize("fast", [False, True])
+def test_four_bits_with_scales_in_float32(kernels: CpuKernels, fast: bool, randn: Randn) -> None:
+    """For what no float16 scale holds. Of any number of groups of 32 columns, in parts that end inside a panel."""
+    rng = np.random.default_rng(2)
+    rows, groups, limit = 21, 3, 0.02 if fast else 1e-4
+    codes = rng.integers(0, 16, (rows, groups, 32), dtype=np.uint8)
+    heads = np.stack([rng.uniform(0.002, 0.01, (rows, groups)), rng.uniform(-0.07, -0.03, (rows, groups))], axis=-1).astype(np.float32)
+    stored = torch.from_numpy(np.concatenate([heads.view(np.uint8), codes[..., :16] | codes[..., 16:] << 4], axis=2).reshape(rows, -1))
+    numbers = torch.from_numpy((codes * heads[..., :1] + heads[..., 1:]).reshape(rows, -1))
+    packed = pack("Q4_1_F32", 96, [stored[:5], stored[5:]])
+    cut = cut_columns(packed, 32, 64)
+    torch.testing.assert_close(gather_rows(packed, torch.arange(rows)), numbers, rtol=0, atol=1e-8)
+    for count in (1, 3, 40):
+        x = randn(count, 96)
+        assert relative_error(kernels.linear(x, packed, fast=fast), x.double() @ numbers.double().T) < limit
+        last = x[:, 32:].contiguous()
+        assert relative_error(kernels.linear(last, cut, fast=fast), last.double() @ numbers[:, 32:].double().T) < limit
+    with pytest.raises(ValueError, match="Q4_1_F32 rows of 96 columns are"):
+        pack("Q4_1_F32", 96, [stored[:, 1:]])
+    with pytest.raises(ValueError, match="80 columns are not a multiple of 32, the block of Q4_1_F32"):
+        pack("Q4_1_F32", 80, [stored])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fast", [False, True])
 def test_strided_rows_and_odd_sizes(kernels: CpuKernels, kind: str, fast: bool, randn: Randn) -> None:
