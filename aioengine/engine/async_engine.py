@@ -177,8 +177,7 @@ class AsyncEngine:
         EngineOverloadedError if too many wait already, AioEngineError if the engine is not started or runs in another event
         loop, and EngineDeadError, also later, if the engine stopped.
         """
-        given = {"request_id": request_id, "priority": priority, "cache_salt": cache_salt, "lora": lora}
-        submit = partial(self._submit, prompt, sampling_params, **given)
+        submit = partial(self._submit, prompt, sampling_params, request_id=request_id, priority=priority, cache_salt=cache_salt, lora=lora)
         return OutputStream(submit, timeout=timeout, engine=self)
 
     async def _submit(

@@ -67,8 +67,13 @@ def _sizes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
     hidden, size = config.hidden_size, config.intermediate_size
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     return {
-        "q_proj": (heads, hidden), "k_proj": (kv_heads, hidden), "v_proj": (kv_heads, hidden), "o_proj": (hidden, heads),
-        "gate_proj": (size, hidden), "up_proj": (size, hidden), "down_proj": (hidden, size),
+        "q_proj": (heads, hidden),
+        "k_proj": (kv_heads, hidden),
+        "v_proj": (kv_heads, hidden),
+        "o_proj": (hidden, heads),
+        "gate_proj": (size, hidden),
+        "up_proj": (size, hidden),
+        "down_proj": (hidden, size),
     }
 
 

@@ -126,7 +126,7 @@ class NativeDecoderForCausalLM(CausalLM):
 
         layers = lay_out(adapter, self.config)
         packed = [{product: [(part.rows, part.a, part.b) for part in parts] for product, parts in layer.items()} for layer in layers]
-        self._adapters[name] = PackedAdapter(packed)
+        self._adapters[name] = PackedAdapter(packed, fast=self.fast)
 
     def unload_adapter(self, name: str) -> None:
         del self._adapters[name]

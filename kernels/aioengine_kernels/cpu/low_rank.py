@@ -16,10 +16,15 @@ LowRankPart = tuple[int, torch.Tensor | None, torch.Tensor | None]
 
 
 class PackedAdapter:
-    """The matrices of all layers, with their addresses. Each is kept in the narrowest dtype that holds its numbers exactly."""
+    """The matrices of all layers, with their addresses."""
 
-    def __init__(self, layers: Sequence[Mapping[str, Sequence[LowRankPart]]]) -> None:
-        """layers: of each, the parts of its products. Raises ValueError for shapes that do not fit together."""
+    def __init__(self, layers: Sequence[Mapping[str, Sequence[LowRankPart]]], *, fast: bool = False) -> None:
+        """layers: of each, the parts of its products. Raises ValueError for shapes that do not fit together.
+
+        Each matrix is kept in the narrowest dtype that holds its numbers exactly. fast: float16 will do, whose error of 2^-12 is far
+        below that of activations in 8 bits: a step reads the matrices of all its adapters, so half the bytes count.
+        """
+        self._fast = fast
         self._kept: list[PackedMatrix] = []
         self._parts: list[Matrix] = []
         self.shapes: list[dict[str, tuple[int, int | None]]] = []  # rows and columns of each product; None: nothing is added to it
@@ -57,14 +62,14 @@ class PackedAdapter:
         return num_rows, down[0].shape[1]
 
     def _pack(self, weight: torch.Tensor) -> Matrix:
-        packed = pack_dense(_narrowest(weight))
+        packed = pack_dense(_narrowest(weight, fast=self._fast))
         self._kept.append(packed)
         return Matrix(weights=packed.data.data_ptr(), n=packed.rows, k=packed.columns, format=packed.format)
 
 
-def _narrowest(weight: torch.Tensor) -> torch.Tensor:
+def _narrowest(weight: torch.Tensor, *, fast: bool) -> torch.Tensor:
     for dtype in (torch.bfloat16, torch.float16):
         narrow = weight.to(dtype)
-        if torch.equal(narrow.float(), weight):
+        if torch.equal(narrow.float(), weight) or (fast and dtype is torch.float16 and bool(narrow.isfinite().all())):
             return narrow
     return weight
