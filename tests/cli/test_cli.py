@@ -101,6 +101,16 @@ def test_every_engine_setting_has_an_option() -> None:
             *("--logprobs-mode", "raw_logits", "--logits-processors", "a:b", "--logits-processors", "c:d"),
             *("--num-speculative-tokens", "5", "--prompt-lookup-min", "1", "--prompt-lookup-max", "6"),
             *("--max-num-queued-reqs", "10", "--max-num-queued-tokens", "11", "--step-timeout-s", "1.5"),
+            *(
+                "--kv-cache-dir",
+                "kv",
+                "--kv-cache-dir-bytes",
+                "3MiB",
+                "--tensor-parallel-size",
+                "2",
+                "--distributed-executor-backend",
+                "ray",
+            ),
         )
     )
     config = options.engine_config(argparse.Namespace(**args))
@@ -138,6 +148,10 @@ def test_every_engine_setting_has_an_option() -> None:
         max_num_queued_reqs=10,
         max_num_queued_tokens=11,
         step_timeout_s=1.5,
+        kv_cache_dir="kv",
+        kv_cache_dir_bytes=3 << 20,
+        tensor_parallel_size=2,
+        distributed_executor_backend="ray",
     )
     defaults = EngineConfig()
     unchanged = [f.name for f in dataclasses.fields(config) if getattr(config, f.name) == getattr(defaults, f.name)]
