@@ -204,7 +204,7 @@ def _read_logits_processors(name: str, value: object) -> tuple[str, ...]:
 
 
 def _read_loras(name: str, value: object) -> tuple[tuple[str, str], ...]:
-    items = listed(value.items() if isinstance(value, Mapping) else value, most=MAX_LORAS)
+    items = listed(tuple(value.items()) if isinstance(value, Mapping) else value, most=MAX_LORAS)
     if items is None or len(items) > MAX_LORAS:
         raise ConfigError(f"{name} must map at most {MAX_LORAS} names to folders, got {shorten(value)}")
     read: dict[str, str] = {}

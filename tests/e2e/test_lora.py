@@ -108,7 +108,13 @@ async def tokens_of(engine: AsyncEngine, lora: str | None, prompt: list[int] = P
 
 
 @pytest.mark.parametrize(
-    "options", [{"weights": "dense"}, {"weights": "exact"}, {"weights": "exact", "max_num_batched_tokens": 9, "max_num_seqs": 8}]
+    "options",
+    [
+        {"weights": "dense"},
+        {"weights": "exact"},
+        {"weights": "fast", "kv_cache_dtype": "float32"},
+        {"weights": "exact", "max_num_batched_tokens": 9, "max_num_seqs": 8},
+    ],
 )
 async def test_a_batch_of_three_adapters_and_none_gives_each_the_tokens_of_its_merged_model(
     tiny_model: Path, folders: dict[str, Path], expected: dict[str | None, list[int]], options: dict[str, Any]
