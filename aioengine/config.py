@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,6 +31,8 @@ KvCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"]
 
 _MAX_GPU_MEMORY_UTILIZATION = 0.97  # the driver, libraries and the allocator's gaps need the rest while serving
 _MAX_LOGITS_PROCESSORS = 64
+MAX_LORAS = 256  # at once
+MAX_LORA_NAME_CHARS = 256
 _DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 # A chunk of this size keeps one step of a 135M model under a second on two cores, so that others keep streaming.
 _DEFAULT_MAX_NUM_BATCHED_TOKENS_CPU = 512
@@ -122,6 +125,7 @@ class WorkerConfig:
     num_threads: int | None = None
     logprobs_mode: LogprobsMode = "raw_logprobs"
     logits_processors: tuple[str, ...] = ()  # "module:name" of batch-level processors
+    loras: tuple[tuple[str, str], ...] = ()  # names and folders of adapters that are loaded at start
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +201,30 @@ def _read_logits_processors(name: str, value: object) -> tuple[str, ...]:
     if names is None or len(names) > _MAX_LOGITS_PROCESSORS:
         raise ConfigError(f'{name} must be a list of at most {_MAX_LOGITS_PROCESSORS} "module:name" strings, got {shorten(names)}')
     return tuple(read_text(name, item) for item in names)
+
+
+def _read_loras(name: str, value: object) -> tuple[tuple[str, str], ...]:
+    items = listed(tuple(value.items()) if isinstance(value, Mapping) else value, most=MAX_LORAS)
+    if items is None or len(items) > MAX_LORAS:
+        raise ConfigError(f"{name} must map at most {MAX_LORAS} names to folders, got {shorten(value)}")
+    read: dict[str, str] = {}
+    for item in items:
+        pair = tuple(item.partition("=")[::2]) if isinstance(item, str) else item
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(pair):
+            raise ConfigError(f"{name} must be NAME=FOLDER, or a mapping of names to folders, got {shorten(item)}")
+        lora, folder = read_lora_name(pair[0]), read_text(name, pair[1])
+        if lora in read:
+            raise ConfigError(f"{name} has {lora!r} twice")
+        read[lora] = folder
+    return tuple(read.items())
+
+
+def read_lora_name(value: object) -> str:
+    """The name of an adapter, as requests give it. Raises ConfigError."""
+    name = read_text("the name of an adapter", value)
+    if len(name) > MAX_LORA_NAME_CHARS:
+        raise ConfigError(f"the name of an adapter must have at most {MAX_LORA_NAME_CHARS} characters, got {len(name)}")
+    return name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,6 +350,13 @@ class EngineConfig:
         more="A list of them; see aioengine/worker/sample/logits_processor.py.",
         read=_read_logits_processors,
     )
+    loras: tuple[tuple[str, str], ...] = setting(
+        (),
+        "a LoRA adapter to load at start, NAME=FOLDER in PEFT's form",
+        unset="none",
+        more="A mapping of names to folders; see docs/models.md.",
+        read=_read_loras,
+    )
     num_speculative_tokens: int = setting(
         0,
         "draft N tokens ahead from n-grams and check them in one step; 0: off",
@@ -419,6 +454,13 @@ class EngineConfig:
             raise ConfigError(f'kv_cache_dir ({self.kv_cache_dir}) is for one rank in this process, not for "{backend}"')
         return self.kv_cache_dir
 
+    def _check_loras(self) -> tuple[tuple[str, str], ...]:
+        if self.loras and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"LoRA adapters are for a model in one piece: tensor_parallel_size must be 1 with loras, got {self.tensor_parallel_size}"
+            )
+        return self.loras
+
     def _resolve_parallel(self) -> ParallelConfig:
         size, backend = self.tensor_parallel_size, self.distributed_executor_backend
         if backend == "uniproc" and size > 1:
@@ -451,6 +493,7 @@ class EngineConfig:
             num_threads=self.num_threads,
             logprobs_mode=self.logprobs_mode,
             logits_processors=self.logits_processors,
+            loras=self._check_loras(),
         )
 
     def _resolve_weights(self, model: ModelInfo, device: DeviceType) -> Literal["dense", "exact", "fast"]:

@@ -69,6 +69,8 @@ class Request:
         "block_ids",
         "cache_salt",
         "end_token_ids",
+        "lora_key",
+        "lora_name",
         "max_num_tokens",
         "max_tokens",
         "num_cached_blocks",
@@ -102,6 +104,8 @@ class Request:
         block_hashes: Sequence[bytes] = (),  # of the prompt's first blocks, where they are known already
         pooling_params: PoolingParams | None = None,  # the request wants an embedding and no token
         num_external_blocks: int = 0,  # so many first blocks of the prompt a KV connector has
+        lora_name: str | None = None,
+        lora_key: str | None = None,  # names the adapter and its content: the cached prefixes of others are not shared
     ) -> None:
         assert sampling_params.max_tokens is not None, "the input processor resolves max_tokens"
         self.request_id = request_id
@@ -111,6 +115,8 @@ class Request:
         self.arrival_time = arrival_time
         self.priority = priority
         self.cache_salt = cache_salt
+        self.lora_name = lora_name
+        self.lora_key = lora_key
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
 

@@ -77,7 +77,7 @@ def add_engine_options(parser: argparse.ArgumentParser, *, seed_option: str = "-
     for item in SETTINGS:
         if item.name == "model":
             continue
-        flag = seed_option if item.name == "seed" else "--" + item.name.replace("_", "-")
+        flag = {"seed": seed_option, "loras": "--lora"}.get(item.name, "--" + item.name.replace("_", "-"))
         hint, keywords = _kind(item)
         text = item.summary.replace(" (default:", f"{hint} (default:", 1) if hint else item.summary
         group.add_argument(flag, dest=f"engine_{item.name}", default=argparse.SUPPRESS, help=text, **keywords)
@@ -89,6 +89,8 @@ def _kind(item: Setting) -> tuple[str, dict[str, Any]]:
         return "; takes 512MiB, 2GiB", {"type": parse_size, "metavar": "SIZE"}
     if item.name == "logits_processors":
         return "; may be repeated", {"action": "append", "metavar": "MODULE:NAME"}
+    if item.name == "loras":
+        return "; may be repeated", {"action": "append", "metavar": "NAME=FOLDER"}
     return "", _plain_kind(item)
 
 

@@ -22,9 +22,16 @@ def root_hash(seed: str | None) -> BlockHash:
     return sha256(os.urandom(32) if seed is None else b"aioengine:" + seed.encode()).digest()
 
 
-def salt_bytes(cache_salt: str | None) -> bytes:
-    """The extra key of a request's first block; later ones inherit it through the chain. No two salts give the same bytes."""
-    return b"" if cache_salt is None else b"salt:" + cache_salt.encode(errors="surrogatepass")
+def salt_bytes(cache_salt: str | None, lora_key: str | None = None) -> bytes:
+    """The extra key of a request's first block; later ones inherit it through the chain. No two pairs give the same bytes.
+
+    lora_key: names an adapter and its content.
+    """
+    salt = b"" if cache_salt is None else b"salt:" + cache_salt.encode(errors="surrogatepass")
+    if lora_key is None:
+        return salt
+    key = lora_key.encode(errors="surrogatepass")
+    return b"lora:" + len(key).to_bytes(4, "big") + key + salt
 
 
 def hash_block(parent: BlockHash, token_ids: Sequence[int], *, extra: bytes = b"") -> BlockHash:

@@ -138,8 +138,8 @@ def _check_hashes(scheduler: Books) -> None:
         for index, block_hash in enumerate(request.block_hashes):
             token_ids = request.all_token_ids[index * kv.block_size : (index + 1) * kv.block_size]
             assert len(token_ids) == kv.block_size, f"a block that is not full has a hash: {request}"
-            salt = request.cache_salt if index == 0 else None
-            assert block_hash == hash_block(parent, token_ids, extra=salt_bytes(salt)), f"hash {index} is wrong: {request}"
+            extra = salt_bytes(request.cache_salt, request.lora_key) if index == 0 else b""
+            assert block_hash == hash_block(parent, token_ids, extra=extra), f"hash {index} is wrong: {request}"
             parent = block_hash
         assert request.num_cached_blocks <= min(len(request.block_ids[0]), len(request.block_hashes)), (
             f"more cached blocks than blocks: {request}"

@@ -271,7 +271,9 @@ class KVCacheManager:
         num_known = len(request.block_hashes)
         if num_known < num_blocks:
             self.note_hashes(request, num_known)
-            self.extend_hashes(request.block_hashes, request.all_token_ids, num_blocks, cache_salt=request.cache_salt)
+            self.extend_hashes(
+                request.block_hashes, request.all_token_ids, num_blocks, cache_salt=request.cache_salt, lora_key=request.lora_key
+            )
 
     def note_hashes(self, request: Request, num_told: int) -> None:
         """A request has, or is about to get, further block hashes than the `num_told` that a report has told of."""
@@ -293,8 +295,10 @@ class KVCacheManager:
         """Nobody asks for them."""
         self._hashed = {}
 
-    def extend_hashes(self, hashes: list[BlockHash], token_ids: Sequence[int], num_blocks: int, *, cache_salt: str | None) -> None:
+    def extend_hashes(
+        self, hashes: list[BlockHash], token_ids: Sequence[int], num_blocks: int, *, cache_salt: str | None, lora_key: str | None = None
+    ) -> None:
         """Append the hashes of the next blocks of `token_ids` until there are `num_blocks`. Takes about 1 us a block."""
-        parent, extra = (hashes[-1], b"") if hashes else (self._root_hash, salt_bytes(cache_salt))
+        parent, extra = (hashes[-1], b"") if hashes else (self._root_hash, salt_bytes(cache_salt, lora_key))
         new = token_ids[len(hashes) * self.block_size : num_blocks * self.block_size]
         hashes += hash_blocks(parent, new, block_size=self.block_size, extra=extra)

@@ -282,6 +282,7 @@ class SchedulePass:
                 block_ids=tuple(list(table) for table in request.block_ids),
                 num_computed_tokens=request.num_computed_tokens,
                 pooling_params=request.pooling_params,
+                lora_name=request.lora_name,
             )
             for request in self.new_reqs
         ]

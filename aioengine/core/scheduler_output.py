@@ -34,6 +34,7 @@ class NewRequestData:
     block_ids: tuple[list[int], ...]  # one list a KV-cache group
     num_computed_tokens: int  # where this step starts: more than 0 on a prefix-cache hit
     pooling_params: PoolingParams | None = None  # the request wants an embedding: nothing is sampled for it
+    lora_name: str | None = None  # of the adapter that its tokens go through
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from aioengine.config import EngineConfig, ModelInfo, ResolvedConfig
 from aioengine.core.scheduler_output import SchedulerStats
+from aioengine.engine.adapters import LoadedLora
 from aioengine.engine.event_control import EngineController
 from aioengine.engine.event_loops import running_loop, wrong_loop
 from aioengine.engine.inputs.batch import collect_batch, naming_prompt, pair_up, read_embedding
@@ -148,6 +149,7 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora: str | None = None,
         timeout: float | None = None,
     ) -> OutputStream:
         """Generate a continuation of `prompt` and stream it.
@@ -157,6 +159,7 @@ class AsyncEngine:
         request_id: your name for it, unique among the live requests. None: one is made up.
         priority: with scheduling_policy="priority" lower numbers run first.
         cache_salt: only requests with an equal salt share cached prefixes.
+        lora: the name of a loaded LoRA adapter; None: the model as it is.
         timeout: seconds from the first iteration, in the queue and running together. When they are over and the request has
             not ended, it is aborted and the stream ends with RequestTimeoutError.
 
@@ -174,20 +177,30 @@ class AsyncEngine:
         EngineOverloadedError if too many wait already, AioEngineError if the engine is not started or runs in another event
         loop, and EngineDeadError, also later, if the engine stopped.
         """
-        submit = partial(self._submit, prompt, sampling_params, request_id=request_id, priority=priority, cache_salt=cache_salt)
+        submit = partial(self._submit, prompt, sampling_params, request_id=request_id, priority=priority, cache_salt=cache_salt, lora=lora)
         return OutputStream(submit, timeout=timeout, engine=self)
 
     async def _submit(
-        self, prompt: Prompt, sampling_params: SamplingParams | None, *, request_id: str | None, priority: int, cache_salt: str | None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        *,
+        request_id: str | None,
+        priority: int,
+        cache_salt: str | None,
+        lora: str | None = None,
     ) -> tuple[OutputCollector, Submitter]:
         """Nothing is awaited after the request was handed to the core."""
         arrival_time = time.perf_counter()
         parts = self._life.running("generate()")
         request_id, priority, cache_salt = check_request_options(request_id, priority, cache_salt)
         parts.submitter.check_request_id_is_free(request_id)
+        adapter = None if lora is None else parts.loras.find(lora)
         _check_admission(parts)
-        processed = await _prepare(parts, prompt, sampling_params, cache_salt)
+        processed = await _prepare(parts, prompt, sampling_params, cache_salt, lora=adapter)
         self._life.running("generate()")  # it may have stopped meanwhile
+        if adapter is not None:
+            parts.loras.check_still(adapter)
         _check_admission(parts, [processed])
         collector = parts.submitter.submit(
             processed, request_id=request_id, arrival_time=arrival_time, priority=priority, cache_salt=cache_salt
@@ -299,6 +312,27 @@ class AsyncEngine:
         """
         parts = self._life.parts
         return None if parts is None else parts.submitter.read_unattended(request_id)
+
+    # ------------------------------------------------------------------ LoRA adapters
+    async def load_lora(self, name: str, folder: str | Path) -> None:
+        """Load an adapter that PEFT saved; from now on requests may give its name as `lora`. Steps wait while it is read.
+
+        Raises ConfigError for a name that is in use and for a model that takes no adapters, ModelError for a folder that is
+        damaged, does not fit the model or asks for what is not supported, and as `generate` if the engine does not run.
+        """
+        await self._life.running("load_lora()").loras.load(name, folder)
+
+    async def unload_lora(self, name: str) -> None:
+        """Forget an adapter. Refused with AioEngineError while requests have it: it neither waits for them nor ends them.
+
+        Raises InvalidRequestError for a name that nothing is loaded under.
+        """
+        await self._life.running("unload_lora()").loras.unload(name)
+
+    @property
+    def lora_names(self) -> tuple[str, ...]:
+        """The adapters that are loaded. Raises AioEngineError before `start()`."""
+        return self._life.started().loras.names
 
     # ------------------------------------------------------------------ pausing
     def pause(self) -> None:
@@ -422,13 +456,20 @@ async def _prepare(
     cache_salt: str | None,
     *,
     pooling_params: PoolingParams | None = None,
+    lora: LoadedLora | None = None,
 ) -> ProcessedInput:
     """Everything that takes long with a long prompt, without holding the loop."""
     processed = dataclasses.replace(await parts.input.process(prompt, sampling_params), pooling_params=pooling_params)
+    if lora is not None:
+        processed = dataclasses.replace(processed, lora_name=lora.name, lora_key=lora.key)
     kv_cache_manager = parts.core.scheduler.kv_cache_manager
     transfers = parts.core.kv_transfers
     block_hashes = await hash_long_prompt(
-        kv_cache_manager, processed.prompt_token_ids, cache_salt=cache_salt, at_any_length=transfers is not None
+        kv_cache_manager,
+        processed.prompt_token_ids,
+        cache_salt=cache_salt,
+        lora_key=processed.lora_key,
+        at_any_length=transfers is not None,
     )
     if not block_hashes:
         return processed

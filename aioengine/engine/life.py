@@ -105,6 +105,8 @@ class EngineLife:
             on_failure=self._on_failure,
             kv_connector=await open_kv_connector(setup, facts),
         )
+        for name, folder in setup.config.worker.loras:
+            await parts.loras.load(name, folder)
         parts.core.start()
         await self.publisher.serve(snapshot=parts.core.make_snapshot, control=control)
 

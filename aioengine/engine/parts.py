@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass
 
 from aioengine.config import ModelInfo, ResolvedConfig
+from aioengine.engine.adapters import LoraAdapters
 from aioengine.engine.inputs.admission import Admission
 from aioengine.engine.inputs.input_processor import InputProcessor
 from aioengine.engine.inputs.submission import Submitter
@@ -29,3 +30,4 @@ class EngineParts:
     output: OutputProcessor
     core: EngineCore
     submitter: Submitter
+    loras: LoraAdapters

@@ -22,3 +22,5 @@ class ProcessedInput:
     )  # of the prompt's first full blocks, if it is a long one or a connector was asked
     pooling_params: PoolingParams | None = None  # an embedding is wanted, and no token
     num_external_blocks: int = 0  # so many of them a KV connector has
+    lora_name: str | None = None
+    lora_key: str | None = None  # names the adapter and its content

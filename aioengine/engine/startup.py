@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from aioengine.config import EngineConfig, ModelInfo, ResolvedConfig
 from aioengine.core.scheduler import Scheduler
+from aioengine.engine.adapters import LoraAdapters
 from aioengine.engine.inputs.admission import Admission
 from aioengine.engine.inputs.input_processor import InputProcessor
 from aioengine.engine.inputs.submission import Submitter
@@ -126,6 +127,7 @@ def build_parts(
         output=output,
         core=core,
         submitter=Submitter(core, output, publish_text=publish_text),
+        loras=LoraAdapters(setup.executor, config=config, live_requests=lambda: scheduler.requests),
     )
 
 

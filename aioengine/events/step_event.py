@@ -44,6 +44,8 @@ class RequestInfo:
     pooling_params: PoolingParams | None = None  # an embedding is wanted, and no token
     num_external_blocks: int = 0  # so many first blocks of the prompt the KV connector has
     num_block_hashes: int = 0  # it came with the hashes of so many blocks; the scheduler finds those of the others when it needs them
+    lora_name: str | None = None  # of the adapter that its tokens go through
+    lora_key: str | None = None  # names the adapter and its content
 
 
 @dataclass(frozen=True, slots=True)

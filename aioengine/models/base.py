@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from aioengine.attention.base import AttentionBackend, AttentionBatch
+from aioengine.checkpoint.lora import LoraAdapter
 from aioengine.checkpoint.stored_tensor import StoredTensor
 from aioengine.distributed.group import Group
 from aioengine.errors import ConfigError
 from aioengine.models.config import DecoderConfig
+from aioengine.models.lora import AdapterRun
 
 
 class CausalLM(nn.Module):
@@ -53,6 +55,14 @@ class CausalLM(nn.Module):
     def load_weights(self, tensors: Iterable[StoredTensor]) -> None:
         """Fill every parameter. Raises ModelError for a tensor that is missing, unknown or of another shape."""
 
+    def load_adapter(self, name: str, adapter: LoraAdapter) -> None:
+        """Rows of a step may have it from now on. Raises ModelError if it does not fit, ConfigError if the family takes none."""
+        raise ConfigError(f"LoRA adapters are for families with a class of their own, not for {type(self).__name__}: {name!r} is refused")
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter that `load_adapter` took."""
+        raise ConfigError(f"{type(self).__name__} has no LoRA adapter {name!r}")
+
     def verify(self) -> None:
         """Once, after `load_weights`: see that the model computes what it should. Raises ModelError if it does not."""
 
@@ -64,6 +74,7 @@ class CausalLM(nn.Module):
         *,
         kv_caches: list[torch.Tensor],  # one a layer, in the backend's layout; layers at the same place of different groups share one
         attention_metadata: tuple[AttentionBatch, ...],  # one a KV-cache group
+        adapters: Sequence[AdapterRun] = (),  # the rows that have one of `load_adapter`
     ) -> torch.Tensor:  # [num_tokens, hidden_size]
         """One step. Writes the step's keys and values to the caches."""
 

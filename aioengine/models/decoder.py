@@ -6,7 +6,7 @@ and `nn.Module.__call__` costs more than some of these operations at one token a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from aioengine.attention.base import AttentionBackend, AttentionBatch, RotationInputs
+from aioengine.checkpoint.lora import LoraAdapter
 from aioengine.checkpoint.stored_tensor import StoredTensor
 from aioengine.distributed.group import Group
 from aioengine.errors import ModelError
@@ -25,6 +26,7 @@ from aioengine.layers.norm import RMSNorm
 from aioengine.layers.rope import PositionsInTable, RopeConfig, RotaryEmbedding, Rotation
 from aioengine.models.base import CausalLM
 from aioengine.models.config import DecoderConfig
+from aioengine.models.lora import AdapterRun, LayerAdapters, PlainAdapters, lay_out
 from aioengine.models.weights import WeightAssigner
 
 
@@ -47,20 +49,33 @@ class SelfAttention(nn.Module):
         self.attn = Attention(backend, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, scale=config.score_scale)
 
     def forward(
-        self, x: torch.Tensor, rotation: Rotation | PositionsInTable, kv_cache: torch.Tensor, metadata: AttentionBatch
+        self,
+        x: torch.Tensor,
+        rotation: Rotation | PositionsInTable,
+        kv_cache: torch.Tensor,
+        metadata: AttentionBatch,
+        adapters: LayerAdapters | None = None,
     ) -> torch.Tensor:
         """x [n, hidden] -> [n, hidden]."""
         qkv = self.qkv_proj.forward(x)
+        if adapters is not None:
+            adapters.add("qkv", x, qkv)
+        heads = self._attend(qkv, rotation, kv_cache, metadata)
+        out = self.o_proj.forward(heads)
+        return out if adapters is None else adapters.add("output", heads, out)
+
+    def _attend(
+        self, qkv: torch.Tensor, rotation: Rotation | PositionsInTable, kv_cache: torch.Tensor, metadata: AttentionBatch
+    ) -> torch.Tensor:  # [n, num_heads * head_dim]
         if isinstance(rotation, PositionsInTable):
-            return self.o_proj.forward(self.attn.forward_qkv(qkv, rotation=self.inputs(rotation), kv_cache=kv_cache, metadata=metadata))
+            return self.attn.forward_qkv(qkv, rotation=self.inputs(rotation), kv_cache=kv_cache, metadata=metadata)
         query_key, value = qkv.split_with_sizes(self.sizes, dim=-1)
         # Queries and keys turn by the same angles, so they stay together: half the operations.
         query_key = query_key.view(-1, self.num_heads + self.num_kv_heads, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = query_key.split_with_sizes((self.num_heads, self.num_kv_heads), dim=1)
             query_key = torch.cat((self.q_norm.forward(query), self.k_norm.forward(key)), dim=1)
-        out = self.attn.forward(rotation.apply(query_key), value, kv_cache=kv_cache, metadata=metadata)
-        return self.o_proj.forward(out)
+        return self.attn.forward(rotation.apply(query_key), value, kv_cache=kv_cache, metadata=metadata)
 
     def inputs(self, rotation: PositionsInTable) -> RotationInputs:
         """What a backend needs to norm and rotate by itself."""
@@ -80,9 +95,14 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = Linear(hidden, (size, size), bias=config.mlp_bias, dtype=dtype, device=device)
         self.down_proj = RowParallelLinear(size, (hidden,), bias=config.mlp_bias, dtype=dtype, device=device)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, adapters: LayerAdapters | None = None) -> torch.Tensor:
         """x [n, hidden] -> [n, hidden]."""
-        return self.down_proj.forward(self.gated(self.gate_up_proj.forward(x)))
+        gate_up = self.gate_up_proj.forward(x)
+        if adapters is not None:
+            adapters.add("gate_up", x, gate_up)
+        inner = self.gated(gate_up)
+        out = self.down_proj.forward(inner)
+        return out if adapters is None else adapters.add("down", inner, out)
 
 
 class DecoderLayer(nn.Module):
@@ -105,14 +125,15 @@ class DecoderLayer(nn.Module):
         rotation: Rotation | PositionsInTable,
         kv_cache: torch.Tensor,
         metadata: AttentionBatch,
+        adapters: LayerAdapters | None = None,
     ) -> torch.Tensor:
         """normed, residual [n, hidden]: this layer's input, normalised and raw. Returns the MLP's output, not yet added
         to `residual`, which is updated in place: the next norm adds and normalises in one place."""
-        attended = self.self_attn.forward(normed, rotation, kv_cache, metadata)
+        attended = self.self_attn.forward(normed, rotation, kv_cache, metadata, adapters)
         before_mlp, of_attended, of_mlp = self.norms
         if of_attended is not None:
             attended = of_attended.forward(attended)
-        added = self.mlp.forward(before_mlp.add_and_norm(attended, residual))
+        added = self.mlp.forward(before_mlp.add_and_norm(attended, residual), adapters)
         return added if of_mlp is None else of_mlp.forward(added)
 
 
@@ -156,15 +177,16 @@ class Decoder(nn.Module):
         *,
         kv_caches: list[torch.Tensor],
         attention_metadata: tuple[AttentionBatch, ...],
+        adapters: Sequence[LayerAdapters | None],  # one a layer
     ) -> torch.Tensor:
         residual = self.embed_tokens.forward(input_ids)
         if self.embedding_scale != 1.0:
             residual = residual.mul_(self.embedding_scale)
         rotations = [rotation(positions, residual.dtype) for rotation in self.rotations]
         added: torch.Tensor | None = None
-        for (layer, norm, angles, group), kv_cache in zip(self.plan, kv_caches, strict=True):
+        for (layer, norm, angles, group), kv_cache, adapted in zip(self.plan, kv_caches, adapters, strict=True):
             normed = norm.forward(residual) if added is None else norm.add_and_norm(added, residual)
-            added = layer.forward(normed, residual, rotations[angles], kv_cache, attention_metadata[group])
+            added = layer.forward(normed, residual, rotations[angles], kv_cache, attention_metadata[group], adapted)
         assert added is not None  # a config has at least one layer
         return self.norm.add_and_norm(added, residual)
 
@@ -182,6 +204,7 @@ class DecoderForCausalLM(CausalLM):
         self.config = config
         self.num_layers = config.num_layers
         self.layer_groups = config.layer_groups
+        self._adapters = PlainAdapters()
         self.model = Decoder(config, attention_backend, dtype=dtype, device=device)
         if config.tie_word_embeddings:
             self.lm_head = self.model.embed_tokens
@@ -196,6 +219,13 @@ class DecoderForCausalLM(CausalLM):
         for module in self.modules():
             if isinstance(module, RowParallelLinear):
                 module.group = group
+
+    def load_adapter(self, name: str, adapter: LoraAdapter) -> None:
+        weight = self.model.plan[0][0].mlp.down_proj.weight
+        self._adapters.load(name, lay_out(adapter, self.config), dtype=weight.dtype, device=weight.device)
+
+    def unload_adapter(self, name: str) -> None:
+        self._adapters.unload(name)
 
     def load_weights(self, tensors: Iterable[StoredTensor]) -> None:
         assigner = WeightAssigner(self, self.packed_modules_mapping)
@@ -213,8 +243,10 @@ class DecoderForCausalLM(CausalLM):
         *,
         kv_caches: list[torch.Tensor],
         attention_metadata: tuple[AttentionBatch, ...],
+        adapters: Sequence[AdapterRun] = (),
     ) -> torch.Tensor:
-        return self.model.forward(input_ids, positions, kv_caches=kv_caches, attention_metadata=attention_metadata)
+        adapted = self._adapters.of_layers(adapters, self.num_layers)
+        return self.model.forward(input_ids, positions, kv_caches=kv_caches, attention_metadata=attention_metadata, adapters=adapted)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.lm_head.score(hidden)

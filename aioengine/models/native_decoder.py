@@ -17,6 +17,7 @@ from aioengine.attention.base import AttentionBatch
 from aioengine.attention.cpu_paged import CpuPagedBackend
 from aioengine.checkpoint.dequantize import plain_dtype
 from aioengine.checkpoint.gguf import GGUFTensor
+from aioengine.checkpoint.lora import LoraAdapter
 from aioengine.checkpoint.quantized import QuantizedMatrix
 from aioengine.checkpoint.stored_tensor import StoredTensor
 from aioengine.distributed.group import SINGLE_RANK, Group
@@ -24,12 +25,13 @@ from aioengine.errors import ModelError
 from aioengine.models.base import CausalLM
 from aioengine.models.config import DecoderConfig
 from aioengine.models.decoder import DecoderForCausalLM, RotaryTables
+from aioengine.models.lora import AdapterRun, lay_out
 from aioengine.models.tensor_parallel import SomeColumns
 from aioengine.printable import get_logger
 
 if TYPE_CHECKING:
     from aioengine.attention.base import AttentionBackend
-    from aioengine_kernels.cpu import FusedMatrix, LayerWeights, NativeDecoder, PackedMatrix
+    from aioengine_kernels.cpu import FusedMatrix, LayerWeights, NativeDecoder, PackedAdapter, PackedMatrix
 
 logger = get_logger(__name__)
 
@@ -113,6 +115,7 @@ class NativeDecoderForCausalLM(CausalLM):
         self._embedding: PackedMatrix | None = None
         self._head: PackedMatrix | None = None
         self._final_norm = torch.empty(0)
+        self._adapters: dict[str, PackedAdapter] = {}
         self._logits_memory = ReusedMemory()
         self._decoder: tuple[list[torch.Tensor], NativeDecoder] | None = None  # the caches it was made for, and it
 
@@ -127,6 +130,16 @@ class NativeDecoderForCausalLM(CausalLM):
 
     def join(self, group: Group) -> None:
         self._group = group
+
+    def load_adapter(self, name: str, adapter: LoraAdapter) -> None:
+        from aioengine_kernels.cpu import PackedAdapter
+
+        layers = lay_out(adapter, self.config)
+        packed = [{product: [(part.rows, part.a, part.b) for part in parts] for product, parts in layer.items()} for layer in layers]
+        self._adapters[name] = PackedAdapter(packed, fast=self.fast)
+
+    def unload_adapter(self, name: str) -> None:
+        del self._adapters[name]
 
     def load_weights(self, tensors: Iterable[StoredTensor]) -> None:
         source = _Checkpoint(tensors, tied=self.config.tie_word_embeddings)
@@ -174,8 +187,9 @@ class NativeDecoderForCausalLM(CausalLM):
         *,
         kv_caches: list[torch.Tensor],
         attention_metadata: tuple[AttentionBatch, ...],
+        adapters: Sequence[AdapterRun] = (),
     ) -> torch.Tensor:  # [num_tokens, hidden_size]
-        from aioengine_kernels.cpu import GroupInputs
+        from aioengine_kernels.cpu import AdaptedRows, GroupInputs
         from aioengine_kernels.cpu.packing import gather_rows
 
         assert self._embedding is not None, "load_weights() comes first"
@@ -189,6 +203,7 @@ class NativeDecoderForCausalLM(CausalLM):
             groups=[GroupInputs(of.slot_mapping.contiguous(), of.block_table, of.sliding_window) for of in attention_metadata],
             seq_lens=batch.seq_lens.contiguous(),
             query_start_loc=batch.query_start_loc.contiguous(),
+            adapters=[AdaptedRows(self._adapters[run.name], run.first, run.end) for run in adapters],
         )
 
     def _decoder_for(self, kv_caches: list[torch.Tensor]) -> NativeDecoder:

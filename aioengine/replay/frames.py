@@ -164,7 +164,7 @@ class FrameReplay:
         if len(hashes) < end:
             hashes = list(hashes)
             end = min(end, request.num_tokens // kv.block_size)
-            kv.extend_hashes(hashes, request.all_token_ids, end, cache_salt=request.cache_salt)
+            kv.extend_hashes(hashes, request.all_token_ids, end, cache_salt=request.cache_salt, lora_key=request.lora_key)
         return [short_hash(block_hash) for block_hash in hashes[start:end]]
 
     def _compare(self, field: str, recorded: object, now: object) -> None:
@@ -208,6 +208,8 @@ class FrameReplay:
             block_hashes=self._hash(info, token_ids) if self._has_text else _read_hashes(event.block_hashes.get(info.request_id, ())),
             pooling_params=info.pooling_params,
             num_external_blocks=info.num_external_blocks,
+            lora_name=info.lora_name,
+            lora_key=info.lora_key,
         )
         try:
             self.scheduler.add_request(request)
@@ -221,7 +223,8 @@ class FrameReplay:
     def _hash(self, info: RequestInfo, token_ids: list[int]) -> list[bytes]:
         """The hashes that a request came with."""
         hashes: list[bytes] = []
-        self.scheduler.kv_cache_manager.extend_hashes(hashes, token_ids, info.num_block_hashes, cache_salt=info.cache_salt)
+        kv = self.scheduler.kv_cache_manager
+        kv.extend_hashes(hashes, token_ids, info.num_block_hashes, cache_salt=info.cache_salt, lora_key=info.lora_key)
         return hashes
 
     def _finish(self, info: FinishedInfo) -> None:

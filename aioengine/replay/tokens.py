@@ -10,15 +10,17 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from aioengine.config import AdmissionConfig, ModelInfo, ResolvedConfig, SchedulerConfig, WorkerConfig
 from aioengine.core.scheduler_output import SchedulerOutput
+from aioengine.engine.adapters import LoadedLora
 from aioengine.engine.loop.core_events import digest_logprobs
 from aioengine.engine.run_facts import RunFacts, find_run_facts
 from aioengine.engine.startup import EngineSetup
 from aioengine.errors import ConfigError
-from aioengine.events.step_event import Event, StepEvent, StepResultEvent
+from aioengine.events.step_event import Event, RequestInfo, StepEvent, StepResultEvent
 from aioengine.events.wire import WireHeader
 from aioengine.executor.base import Executor, GrammarOutput
 from aioengine.executor.uniproc import UniProcExecutor
@@ -60,7 +62,8 @@ async def replay_tokens(header: WireHeader, events: Iterable[Event], *, model: s
         setup = EngineSetup(config.model, None, config, executor, files)
         notes = _compare_facts(recorded, await find_run_facts(setup, with_digest=recorded.model_sha256 is not None))
         executor.initialize_kv_cache(settings.num_kv_cache_blocks).result()
-        replay = TokenReplay(executor, structured_output, config=config)
+        loras = {name: LoadedLora(name, folder, _load_lora(executor, name, folder)) for name, folder in config.worker.loras}
+        replay = TokenReplay(executor, structured_output, config=config, loras=loras)
         difference: Difference | None = None
         for event in list(steps_in_order(events, until=until)):
             difference = await replay.take(event)
@@ -75,12 +78,20 @@ async def replay_tokens(header: WireHeader, events: Iterable[Event], *, model: s
 class TokenReplay:
     """One worker, given the steps of one recording. No step overlaps another: the worker takes them in order anyway."""
 
-    def __init__(self, executor: Executor, structured_output: StructuredOutputManager, *, config: ResolvedConfig) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        structured_output: StructuredOutputManager,
+        *,
+        config: ResolvedConfig,
+        loras: Mapping[str, LoadedLora] = MappingProxyType({}),  # those that the recording's settings name
+    ) -> None:
         self.num_steps = 0
         self.num_token_lists = 0  # compared
         self._executor = executor
         self._structured_output = structured_output
         self._results: dict[int, ModelRunnerOutput] = {}
+        self._loras = loras
         self._loads = LoadReplay(executor, config) if config.cache.has_kv_connector else None
 
     async def take(self, event: StepEvent | StepResultEvent) -> Difference | None:
@@ -90,6 +101,7 @@ class TokenReplay:
         for info in event.finished:
             self._structured_output.remove(info.request_id)
         for added in event.added:
+            self._check_lora(added)
             params = added.sampling_params
             if params is not None and params.structured_outputs is not None:
                 self._structured_output.remove(added.request_id)
@@ -99,6 +111,16 @@ class TokenReplay:
             self.num_steps += 1
             return None
         return self._compare(event, self._results.pop(event.step_id))
+
+    def _check_lora(self, info: RequestInfo) -> None:
+        """Raises ConfigError for a request with an adapter that is not here as it was."""
+        if info.lora_name is None:
+            return
+        lora = self._loras.get(info.lora_name)
+        if lora is None:
+            raise ConfigError(f"request {info.request_id!r} has the LoRA adapter {info.lora_name!r}, which was loaded at run time")
+        if lora.key != info.lora_key:
+            raise ConfigError(f"the LoRA adapter {info.lora_name!r} in {lora.folder} is another than the recording's")
 
     def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         executed = self._executor.execute_model(output)
@@ -148,11 +170,20 @@ def _read_config(header: WireHeader) -> ResolvedConfig:
         ),
         scheduler=build_config(SchedulerConfig, header.config, "scheduler"),
         cache=read_cache_config(header),
-        worker=dataclasses.replace(worker, logits_processors=tuple(worker.logits_processors)),
+        worker=dataclasses.replace(
+            worker, logits_processors=tuple(worker.logits_processors), loras=tuple((name, folder) for name, folder in worker.loras)
+        ),
         admission=AdmissionConfig(),
         seed=None,
         check_invariants=False,
     )
+
+
+def _load_lora(executor: Executor, name: str, folder: str) -> str:
+    """Its sha256."""
+    (sha256,) = executor.collective_rpc("load_lora", name, folder).result()
+    assert isinstance(sha256, str)
+    return sha256
 
 
 def _place(model: ModelInfo) -> str:

@@ -63,14 +63,14 @@ class ChatCompletions:
         )
         created = int(time.time())
         if request.stream:
-            chunk = partial(ChatChunk, id=completion_id, created=created, model=self._service.model_name)
+            chunk = partial(ChatChunk, id=completion_id, created=created, model=self._service.name_in_answer(request.model))
             return EventStream(self._service, [turn.started], _Events(turn, request, chunk))
         output, answers = await turn.last()
         return json_response(
             ChatCompletion(
                 id=completion_id,
                 created=created,
-                model=self._service.model_name,
+                model=self._service.name_in_answer(request.model),
                 choices=[
                     self._choice(turn, completion, answer, request) for completion, answer in zip(output.outputs, answers, strict=True)
                 ],

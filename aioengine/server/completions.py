@@ -62,7 +62,7 @@ class Completions:
         )
         created = int(time.time())
         if request.stream:
-            chunk = partial(Completion, id=completion_id, created=created, model=self._service.model_name)
+            chunk = partial(Completion, id=completion_id, created=created, model=self._service.name_in_answer(request.model))
             return EventStream(self._service, started, _Events(self._service, request, n, chunk))
         outputs = await _last_of_all(started)
         choices = [
@@ -75,7 +75,7 @@ class Completions:
             Completion(
                 id=completion_id,
                 created=created,
-                model=self._service.model_name,
+                model=self._service.name_in_answer(request.model),
                 choices=choices,
                 usage=usage(outputs, with_output=not only_prompt),
             )

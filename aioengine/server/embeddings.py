@@ -22,6 +22,8 @@ class EmbeddingsEndpoint:
 
     async def answer(self, request: EmbeddingRequest) -> Response:
         """Raises InvalidRequestError, RequestError and what the engine raises."""
+        if (lora := self._service.lora_of(request.model)) is not None:
+            raise RequestError(400, f"{lora!r:.300} is a LoRA adapter: embeddings come from the model itself", param="model")
         prompts = read_prompts(request.input, add_special_tokens=request.add_special_tokens is not False, field="input")
         if request.dimensions is not None:
             raise RequestError(400, "dimensions is not supported: vectors have the model's own length", param="dimensions")

@@ -156,11 +156,12 @@ class ScriptedEngine(AsyncEngine):
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora: str | None = None,
         timeout: float | None = None,
     ) -> OutputStream:
         """As `AsyncEngine.generate`. Raises RequestError where the script says so, at the first iteration."""
         cut = _Cut()
-        given = {"request_id": request_id, "priority": priority, "cache_salt": cache_salt}
+        given = {"request_id": request_id, "priority": priority, "cache_salt": cache_salt, "lora": lora}
         return _ScriptedStream(partial(self._submit_answer, cut, prompt, sampling_params, **given), timeout=timeout, engine=self, cut=cut)
 
     async def _submit_answer(

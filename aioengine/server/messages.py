@@ -67,7 +67,7 @@ class Messages:
             request_id=message_id,
         )
         if request.stream:
-            return EventStream(self._service, [turn.started], _Events(turn, message_id, self._service.model_name))
+            return EventStream(self._service, [turn.started], _Events(turn, message_id, self._service.name_in_answer(request.model)))
         output, answers = await turn.last()
         completion = output.outputs[0]
         counts = UsageSoFar()
@@ -76,7 +76,7 @@ class Messages:
         return json_response(
             MessageAnswer(
                 id=message_id,
-                model=self._service.model_name,
+                model=self._service.name_in_answer(request.model),
                 content=_blocks(answers[0]),
                 stop_reason=reason,
                 stop_sequence=sequence,

@@ -26,11 +26,11 @@ class Models:
         self._service = service
 
     async def list(self, request: Request) -> Response:
-        return json_response(ModelList(data=[self._card(name) for name in self._service.model_names]))
+        return json_response(ModelList(data=[self._card(name) for name in self._service.all_model_names]))
 
     async def show(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if name not in self._service.model_names:
+        if name not in self._service.all_model_names:
             return error_response(Problem(404, f"the model {name[:100]!r} is not served here", "not_found_error", "model"))
         return json_response(self._card(name))
 

@@ -47,7 +47,7 @@ class Responses:
         items = input_items(request)
         history = self._history(request)
         said = [*history, *messages_of(items)]
-        response = _new_answer(request, self._service.model_name)
+        response = _new_answer(request, self._service.name_in_answer(request.model))
         stored = StoredResponse(response, items, said)
         start = partial(self._start, request, response.id, with_instructions(request.instructions, said))
         if request.background:

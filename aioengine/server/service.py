@@ -94,9 +94,22 @@ class Service:
         return tuple(self.settings.served_model_names) or (self.engine.config.model,)
 
     @property
+    def all_model_names(self) -> tuple[str, ...]:
+        """With the LoRA adapters, which requests choose as a model. A name of the model's own comes before one of them."""
+        return tuple(dict.fromkeys((*self.model_names, *self.engine.lora_names)))
+
+    @property
     def model_name(self) -> str:
-        """What answers call the model."""
+        """What answers call the model, unless they come from an adapter."""
         return self.model_names[0]
+
+    def lora_of(self, model: str | None) -> str | None:
+        """The adapter that a request's `model` names; None: it names the model."""
+        return None if model is None or model in self.model_names else model
+
+    def name_in_answer(self, model: str | None) -> str:
+        """What an answer calls what it comes from."""
+        return self.lora_of(model) or self.model_name
 
     def started_metrics(self) -> EngineMetrics:
         """The engine's metrics, which count from the first request on, whatever it asks for."""
@@ -126,7 +139,7 @@ class Service:
             raise RequestError(400, f"the body cannot be read: {text}") from None
         check_num_items(value)
         name = getattr(value, "model", None)
-        if name is not None and name not in self.model_names:
+        if name is not None and name not in self.all_model_names:
             raise RequestError(404, f"the model {name[:100]!r} is not served here", kind="not_found_error", param="model")
         return value
 
@@ -141,6 +154,7 @@ class Service:
             request_id=request_id or request.request_id,
             priority=request.priority or 0,
             cache_salt=request.cache_salt,
+            lora=self.lora_of(request.model),
             timeout=request.timeout,
         )
         try:

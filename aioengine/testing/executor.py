@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -179,6 +180,13 @@ class FakeExecutor:
     def collective_rpc(self, method: Callable[..., Any] | str, *args: Any) -> Future[list[Any]]:
         call = getattr(self, method) if isinstance(method, str) else partial(method, self)
         return self._worker.submit(lambda: [call(*args)])
+
+    def load_lora(self, name: str, folder: str) -> str:
+        """There is nothing to adapt: the tokens stay the same. The content is what the folder is called."""
+        return hashlib.sha256(folder.encode()).hexdigest()
+
+    def unload_lora(self, name: str) -> None:
+        """Nothing was kept."""
 
     def check_health(self) -> None:
         if self.is_shut_down:

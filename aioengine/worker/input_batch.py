@@ -99,11 +99,13 @@ def plan_step(out: SchedulerOutput, *, states: RequestStates, block_tables: Bloc
     A request samples if the step reaches the last token that is known, unless it wants an embedding; with draft tokens behind it,
     once after that token and once after each of them. The draft tokens stand in the token table and count as known for this step
     only.
-    decodes_first: requests with one token come before the others; else the order is the scheduler's.
+    decodes_first: requests with one token come before the others; else the order is the scheduler's, but for adapters.
     Raises RuntimeError if the step wants a token that is not known yet or a position that has no block.
     """
     scheduled = out.num_scheduled_tokens
     req_ids = sorted(scheduled, key=lambda req_id: scheduled[req_id] != 1) if decodes_first else list(scheduled)
+    if states.lora_names:  # what has the same adapter is neighbours, and goes through it in one product
+        req_ids.sort(key=lambda req_id: (decodes_first and scheduled[req_id] != 1, states.lora_names.get(req_id, "")))
     slots = np.fromiter((_slot(states, r) for r in req_ids), dtype=np.int64, count=len(req_ids))
     num_scheduled = np.fromiter((scheduled[r] for r in req_ids), dtype=np.int32, count=len(req_ids))
     starts = states.num_computed_tokens[slots]

@@ -17,6 +17,7 @@ from aioengine.core.scheduler_output import CachedRequestData, NewRequestData, S
 from aioengine.kv_cache_groups import place_of_layers
 from aioengine.outputs import ModelRunnerOutput, WorkerTiming
 from aioengine.printable import get_logger
+from aioengine.worker.adapters import adapter_runs
 from aioengine.worker.block_table import BlockTables
 from aioengine.worker.cuda_graphs import DecodeGraphs, graph_batch_sizes
 from aioengine.worker.device import Device
@@ -196,7 +197,9 @@ class ModelRunner:
             self.states.write_draft_tokens(req_id, draft_token_ids)
 
     def _add_request(self, new: NewRequestData) -> None:
-        slot = self.states.add(new.req_id, new.prompt_token_ids, new.sampling_params, pooling_params=new.pooling_params)
+        slot = self.states.add(
+            new.req_id, new.prompt_token_ids, new.sampling_params, pooling_params=new.pooling_params, lora_name=new.lora_name
+        )
         self.states.num_computed_tokens[slot] = new.num_computed_tokens
         self.block_tables.replace_rows(slot, new.block_ids)
 
@@ -232,14 +235,16 @@ class ModelRunner:
         if block_ids_to_zero:
             for kv_cache in self._kv_caches:
                 self._backend.zero_blocks(kv_cache, block_ids_to_zero)
+        adapters = adapter_runs(batch, self.states) if self.states.lora_names else ()
         size = self._graphs.size_for(num_reqs=batch.num_reqs, max_query_len=batch.max_query_len)
-        if size is not None and self.use_graphs:
+        if size is not None and self.use_graphs and not adapters:  # the graphs were captured without any
             return self._graphs.run(size)
         hidden_states: torch.Tensor = self._model(
             batch.input_ids,
             batch.positions,
             kv_caches=self._layer_caches,
             attention_metadata=tuple([self._backend.build_metadata(batch.attention_batch(group)) for group in batch.groups]),
+            **({"adapters": adapters} if adapters else {}),
         )
         return hidden_states
 

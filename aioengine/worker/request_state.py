@@ -52,6 +52,7 @@ class RequestStates:
         self._slots: dict[str, int] = {}
         self._num_prompt_logprobs: dict[str, int] = {}  # of requests that want them: prompt tokens that were reported, or need not be
         self.pooled_req_ids: set[str] = set()  # those that want an embedding
+        self.lora_names: dict[str, str] = {}  # of requests that have an adapter
         # Requests that could not be written into the tables, and why. Their rows are filled with what does no harm, so that the
         # step that they are in runs for the others.
         self.failed: dict[str, str] = {}
@@ -71,13 +72,21 @@ class RequestStates:
         return self._slots.get(req_id)
 
     def add(
-        self, req_id: str, prompt_token_ids: Sequence[int], sampling_params: SamplingParams, *, pooling_params: PoolingParams | None = None
+        self,
+        req_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        *,
+        pooling_params: PoolingParams | None = None,
+        lora_name: str | None = None,
     ) -> int:
         """Take a slot for a new request and fill it; returns the slot."""
         assert req_id not in self._requests, f"request {req_id!r} is already known to the worker"
         self._requests[req_id] = CachedRequestState(req_id, len(prompt_token_ids), sampling_params, pooling_params)
         if pooling_params is not None:
             self.pooled_req_ids.add(req_id)
+        if lora_name is not None:
+            self.lora_names[req_id] = lora_name
         if sampling_params.prompt_logprobs is not None:
             self._num_prompt_logprobs[req_id] = 1  # nothing comes before the first
         return self._occupy(req_id, prompt_token_ids)
@@ -101,6 +110,7 @@ class RequestStates:
         self._num_prompt_logprobs.pop(req_id, None)
         self.failed.pop(req_id, None)
         self.pooled_req_ids.discard(req_id)
+        self.lora_names.pop(req_id, None)
 
     def write_history(self, slot: int, all_token_ids: Sequence[int]) -> None:
         """Overwrite the known tokens of a slot from position 0."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,7 @@ from aioengine.attention.registry import select_attention_backend
 from aioengine.config import GIB, ResolvedConfig
 from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.distributed.group import SINGLE_RANK, Group
-from aioengine.errors import ConfigError
+from aioengine.errors import ConfigError, ModelError
 from aioengine.kv_cache_groups import longest_request, num_blocks_of_request, num_layer_caches
 from aioengine.outputs import ModelRunnerOutput
 from aioengine.printable import get_logger
@@ -148,6 +149,26 @@ class Worker:
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> ModelRunnerOutput | AsyncOutput[Any]:
         """Sample for the oldest executed step that has not been sampled. See `ModelRunner.sample_tokens`."""
         return self.runner.sample_tokens(grammar_output)
+
+    def load_lora(self, name: str, folder: str) -> str:
+        """Take an adapter in the form of PEFT's folders; returns the sha256 of its content.
+
+        Raises ModelError if it is damaged or does not fit the model, ConfigError if the model takes none.
+        """
+        from aioengine.checkpoint.lora import read_adapter
+
+        assert self._model is not None, "load_model() comes first"
+        adapter = read_adapter(Path(folder))
+        try:
+            self._model.load_adapter(name, adapter)
+        except ModelError as error:
+            raise ModelError(f"{folder} does not fit {self.config.model.name}: {error}") from error
+        return adapter.sha256
+
+    def unload_lora(self, name: str) -> None:
+        """Forget an adapter. No request may have it any more."""
+        assert self._model is not None
+        self._model.unload_adapter(name)
 
     def kv_block_layout(self) -> tuple[str, int]:
         """What the bytes of `read_kv_blocks` depend on, for people and for comparison, and how many a block has."""

@@ -99,6 +99,7 @@ def test_every_engine_setting_has_an_option() -> None:
             *("--prefix-caching-seed", "s", "--zero-new-blocks", "--attention-backend", "torch", "--enforce-eager", "--num-threads", "2"),
             *("--engine-seed", "4", "--check-invariants", "--weights", "dense", "--kv-cache-dtype", "float16"),
             *("--logprobs-mode", "raw_logits", "--logits-processors", "a:b", "--logits-processors", "c:d"),
+            *("--lora", "sql=a/b=c", "--lora", "legal=d"),
             *("--num-speculative-tokens", "5", "--prompt-lookup-min", "1", "--prompt-lookup-max", "6"),
             *("--max-num-queued-reqs", "10", "--max-num-queued-tokens", "11", "--step-timeout-s", "1.5"),
             *(
@@ -142,6 +143,7 @@ def test_every_engine_setting_has_an_option() -> None:
         kv_cache_dtype="float16",
         logprobs_mode="raw_logits",
         logits_processors=("a:b", "c:d"),
+        loras={"sql": "a/b=c", "legal": "d"},
         num_speculative_tokens=5,
         prompt_lookup_min=1,
         prompt_lookup_max=6,

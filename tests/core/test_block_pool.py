@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from aioengine.config import CacheConfig
-from aioengine.core.block_hash import hash_block, hash_blocks, root_hash
+from aioengine.core.block_hash import hash_block, hash_blocks, root_hash, salt_bytes
 from aioengine.core.block_pool import BlockPool, FreeBlockQueue
 from aioengine.core.kv_cache_manager import KVCacheManager
 from aioengine.core.request_queue import RequestQueue
@@ -70,6 +70,13 @@ def test_a_hash_depends_on_the_tokens_and_on_all_that_precede_them() -> None:
     assert first != hash_block(root, [2, 1])
     assert first != hash_block(root, [1, 2], extra=b"salt")
     assert hash_block(first, [3, 4]) != hash_block(root, [3, 4])
+
+
+def test_every_pair_of_salt_and_adapter_has_bytes_of_its_own() -> None:
+    names = (None, "", "a", "lora:a", "salt:a", "asalt:a", "\0\0\0\1a")
+    pairs = [(salt, lora) for salt in names for lora in names]
+    assert len({salt_bytes(salt, lora) for salt, lora in pairs}) == len(pairs)
+    assert salt_bytes("a") == b"salt:a", "stores of before there were adapters keep their hashes"
 
 
 def test_blocks_hashed_together_have_the_hashes_of_each_alone() -> None:

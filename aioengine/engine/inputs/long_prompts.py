@@ -43,7 +43,12 @@ async def find_outside_vocabulary(token_ids: Sequence[int], vocab_size: int) -> 
 
 
 async def hash_long_prompt(
-    kv_cache_manager: KVCacheManager, token_ids: list[int], *, cache_salt: str | None, at_any_length: bool = False
+    kv_cache_manager: KVCacheManager,
+    token_ids: list[int],
+    *,
+    cache_salt: str | None,
+    lora_key: str | None = None,
+    at_any_length: bool = False,
 ) -> list[bytes]:
     """The hashes of a prompt's full blocks; none if they are so few that the scheduler may as well do it itself.
 
@@ -54,7 +59,8 @@ async def hash_long_prompt(
     if not kv_cache_manager.enable_prefix_caching or (num_blocks <= _BLOCKS_PER_SLICE and not at_any_length):
         return hashes
     async for start in _starts(num_blocks, _BLOCKS_PER_SLICE):
-        kv_cache_manager.extend_hashes(hashes, token_ids, min(start + _BLOCKS_PER_SLICE, num_blocks), cache_salt=cache_salt)
+        end = min(start + _BLOCKS_PER_SLICE, num_blocks)
+        kv_cache_manager.extend_hashes(hashes, token_ids, end, cache_salt=cache_salt, lora_key=lora_key)
     return hashes
 
 

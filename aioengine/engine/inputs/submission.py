@@ -66,6 +66,8 @@ class Submitter:
                 block_hashes=processed.block_hashes,
                 num_external_blocks=processed.num_external_blocks,
                 pooling_params=processed.pooling_params,
+                lora_name=processed.lora_name,
+                lora_key=processed.lora_key,
             )
             for index, scheduled_id in enumerate(self._new_scheduled_ids(user_id, len(params)))
         ]

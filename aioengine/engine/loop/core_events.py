@@ -82,6 +82,8 @@ class CoreEvents:
                 pooling_params=request.pooling_params,
                 num_external_blocks=request.num_external_blocks,
                 num_block_hashes=len(request.block_hashes),
+                lora_name=request.lora_name,
+                lora_key=request.lora_key,
             )
         )
 

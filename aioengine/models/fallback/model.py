@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,6 +17,7 @@ from aioengine.models.config import DecoderConfig
 from aioengine.models.fallback.attention import STEP, CappedBackends, PagedStep
 from aioengine.models.fallback.config import TransformersConfig, read_transformers_config
 from aioengine.models.fallback.packed import Products
+from aioengine.models.lora import AdapterRun
 from aioengine.printable import get_logger
 from aioengine_kernels.cpu import load_kernels
 
@@ -119,6 +120,7 @@ class TransformersForCausalLM(CausalLM):
         *,
         kv_caches: list[torch.Tensor],
         attention_metadata: tuple[AttentionBatch, ...],
+        adapters: Sequence[AdapterRun] = (),  # always empty: none can be loaded
     ) -> torch.Tensor:  # [num_tokens, hidden_size]
         assert self._body is not None, "verify() comes first"
         step = PagedStep(self._backends, self.layer_groups, kv_caches=kv_caches, metadata=attention_metadata)

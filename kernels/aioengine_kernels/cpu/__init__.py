@@ -9,12 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from aioengine_kernels.cpu.decoder import DecoderShape, GroupInputs, LayerWeights, NativeDecoder
+    from aioengine_kernels.cpu.decoder import AdaptedRows, DecoderShape, GroupInputs, LayerWeights, NativeDecoder
     from aioengine_kernels.cpu.kernels import CpuKernels, KvCacheFormat, load_kernels
     from aioengine_kernels.cpu.library import ISAS, status, supported_isas
+    from aioengine_kernels.cpu.low_rank import PackedAdapter
     from aioengine_kernels.cpu.packing import FusedMatrix, PackedMatrix
 
 _HOMES = {
+    "AdaptedRows": "decoder",
     "CpuKernels": "kernels",
     "KvCacheFormat": "kernels",
     "DecoderShape": "decoder",
@@ -23,6 +25,7 @@ _HOMES = {
     "ISAS": "library",
     "LayerWeights": "decoder",
     "NativeDecoder": "decoder",
+    "PackedAdapter": "low_rank",
     "PackedMatrix": "packing",
     "load_kernels": "kernels",
     "status": "library",
@@ -31,6 +34,7 @@ _HOMES = {
 
 __all__ = [
     "ISAS",
+    "AdaptedRows",
     "CpuKernels",
     "DecoderShape",
     "FusedMatrix",
@@ -38,6 +42,7 @@ __all__ = [
     "KvCacheFormat",
     "LayerWeights",
     "NativeDecoder",
+    "PackedAdapter",
     "PackedMatrix",
     "load_kernels",
     "status",

@@ -58,6 +58,10 @@ class Matrix(ctypes.Structure):
     _fields_ = (("weights", _P), ("bias", _P), ("n", _L), ("k", _L), ("format", _I), ("fast", _I), ("next", _P))
 
 
+class LowRank(ctypes.Structure):
+    _fields_ = (("down", Matrix), ("up", _P))
+
+
 class Layer(ctypes.Structure):
     _fields_ = (
         *((name, Matrix) for name in ("qkv", "output", "gate_up", "down")),
@@ -79,6 +83,7 @@ class Step(ctypes.Structure):
         *((name, _F) for name in ("eps", "scale", "soft_cap")),
         *((name, _I) for name in ("isa", "num_threads", "kv_type", "block_size", "num_heads", "num_kv_heads", "head_dim", "activation")),
         ("all_reduce", _P),
+        ("adapters", _P),
     )
 
 
@@ -89,7 +94,20 @@ class PeakArgs(ctypes.Structure):
     _fields_ = (("isa", _I), ("kind", _I), ("num_threads", _I), ("repeats", _L), ("data", _P), ("bytes", _L))
 
 
-STRUCTURES = (CacheLayout, LinearArgs, AttentionArgs, RopeCacheArgs, RmsNormArgs, GatedMulArgs, Matrix, Layer, CacheGroup, Step, PeakArgs)
+STRUCTURES = (
+    CacheLayout,
+    LinearArgs,
+    AttentionArgs,
+    RopeCacheArgs,
+    RmsNormArgs,
+    GatedMulArgs,
+    Matrix,
+    LowRank,
+    Layer,
+    CacheGroup,
+    Step,
+    PeakArgs,
+)
 
 
 def declared_layout() -> dict[str, int]:

@@ -10,12 +10,14 @@ import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
+from weakref import WeakSet
 
 import torch
 
 from aioengine_kernels.cpu.abi import AllReduce, CacheGroup, Layer, Matrix, Step
 from aioengine_kernels.cpu.kernels import CpuKernels, KvCacheFormat
 from aioengine_kernels.cpu.library import ISAS, open_library
+from aioengine_kernels.cpu.low_rank import PackedAdapter
 from aioengine_kernels.cpu.packing import FusedMatrix, PackedMatrix
 
 # The numbers of the C ABI. "gelu_tanh" is GELU in its tanh approximation.
@@ -63,6 +65,15 @@ class GroupInputs:
     sliding_window: int | None = None  # a query sees that many positions, its own included
 
 
+@dataclass(frozen=True, slots=True)
+class AdaptedRows:
+    """Neighbouring rows of a step that have the same adapter."""
+
+    adapter: PackedAdapter
+    first: int
+    end: int
+
+
 class NativeDecoder:
     """Keeps the addresses of the weights and caches it was made with, and the tensors themselves, so that they stay."""
 
@@ -102,6 +113,7 @@ class NativeDecoder:
             _check(cache, "kv_cache", torch.uint8, f.shape(cache.shape[0]))
             _check(table, "cos_sin", torch.float32, (table.shape[0], f.head_dim))
         _check(final_norm, "final_norm", torch.float32, (shape.hidden_size,))
+        self._checked_adapters: WeakSet[PackedAdapter] = WeakSet()
         self._kept = (tuple(layers), tuple(kv_caches), final_norm, tables)
         self._shape = shape
         self._num_layers = len(layers)
@@ -141,8 +153,9 @@ class NativeDecoder:
         groups: Sequence[GroupInputs],
         seq_lens: torch.Tensor,  # [num_reqs] int32
         query_start_loc: torch.Tensor,  # [num_reqs + 1] int32
+        adapters: Sequence[AdaptedRows] = (),
     ) -> torch.Tensor:  # [n, hidden] float32, after the final norm
-        """One step. Keys and values of its tokens are written to the caches."""
+        """One step. Keys and values of its tokens are written to the caches. Rows in no part of `adapters` have none."""
         n, num_reqs = residual.shape[0], seq_lens.shape[0]
         _check(residual, "residual", torch.float32, (n, self._shape.hidden_size))
         _check(positions, "positions", torch.int64, (n,))
@@ -153,6 +166,7 @@ class NativeDecoder:
         for struct, group in zip(self._groups, groups, strict=True):
             _fill_group(struct, group, n=n, num_reqs=num_reqs)
         normed = torch.empty_like(residual)
+        rows = self._adapters_of_rows(adapters, n) if adapters else None
         step = Step(
             residual=residual.data_ptr(),
             normed=normed.data_ptr(),
@@ -161,12 +175,39 @@ class NativeDecoder:
             query_start_loc=query_start_loc.data_ptr(),
             num_reqs=num_reqs,
             m=n,
+            adapters=None if rows is None else ctypes.addressof(rows),
             **self._fixed,
         )
         if n and self._library.aio_decoder(self._layers, self._num_layers, step):
             assert self._reduction is not None  # nothing else answers anything
             self._reduction.raise_error()
         return normed
+
+    def _adapters_of_rows(self, adapters: Sequence[AdaptedRows], n: int) -> ctypes.Array[ctypes.c_void_p]:
+        """[n]. Raises ValueError for an adapter of another model, and rows that are not there."""
+        if self._reduction is not None:
+            raise ValueError("adapters are for a model in one piece, these weights are one rank's part")
+        rows = (ctypes.c_void_p * n)()
+        for part in adapters:
+            if not 0 <= part.first <= part.end <= n:
+                raise ValueError(f"rows {part.first}..{part.end} of an adapter are not among the {n} of the step")
+            self._check_adapter(part.adapter)
+            for row in range(part.first, part.end):
+                rows[row] = part.adapter.address
+        return rows
+
+    def _check_adapter(self, adapter: PackedAdapter) -> None:
+        if adapter in self._checked_adapters:
+            return
+        layers = self._kept[0]
+        if len(adapter.shapes) != len(layers):
+            raise ValueError(f"an adapter of {len(adapter.shapes)} layers does not fit a decoder of {len(layers)}")
+        for layer, shapes in zip(layers, adapter.shapes, strict=True):
+            for product, (rows, columns) in shapes.items():
+                matrix: PackedMatrix | FusedMatrix = getattr(layer, product)
+                if rows != matrix.rows or columns not in (None, matrix.columns):
+                    raise ValueError(f"an adapter's {product} is [{rows}, {columns}], the decoder's is [{matrix.rows}, {matrix.columns}]")
+        self._checked_adapters.add(adapter)
 
 
 class _Reduction:

@@ -138,6 +138,15 @@ struct Matrix {
   const Matrix* next;  // or null
 };
 
+// What an adapter adds to one product of a layer: (x A^T) B^T, of numbers as they are stored. The matrices of `up` stand for all rows
+// of the product, one after the other; each takes its own columns, as many as it has, of what `down` gives. One without weights is
+// of rows that get nothing, and takes none.
+struct LowRank {
+  Matrix down;  // [sum of the ranks, k]; n = 0: nothing is added to this product
+  const Matrix* up;
+};
+constexpr int kProducts = 4;  // of a layer: qkv, output, gate_up, down
+
 enum Activation : int32_t { kSilu = 0, kGelu = 1 };  // of the gate; GELU in its tanh approximation
 
 // One pre-norm decoder layer with a gated MLP.
@@ -177,6 +186,8 @@ struct Step {
   // Null: the weights are whole. Else they are one rank's part, and the products with `output` and `down` are sums over the ranks:
   // called with [m, hidden] numbers to be summed in place, by the thread that called aio_decoder. Not 0: give up.
   int32_t (*all_reduce)(float* data, i64 count);
+  // Null: no row has an adapter. Else [m]: of each row, null or its adapter's [layers][kProducts].
+  const LowRank* const* adapters;
 };
 
 enum PeakKind : int32_t { kPeakFma = 0, kPeakInt8 = 1, kPeakBf16 = 2, kPeakRead = 3 };
@@ -214,7 +225,7 @@ extern const Kernels kAvx512Kernels;
 // free, the caller included (parallel.cpp).
 void parallel_for(int num_threads, i64 num_tasks, i64 chunk, void (*body)(void*, i64, i64), void* context);
 
-// Memory of the calling thread, 64-byte aligned, kept between calls. `slot` names independent pieces: 0..2 for kernels, 3 for the decoder.
+// Memory of the calling thread, 64-byte aligned, kept between calls. `slot` names independent pieces: 0..2 for kernels, 3 and 4 for the decoder.
 void* scratch(int slot, size_t num_bytes);
 
 // Bytes of one panel of 16 rows.

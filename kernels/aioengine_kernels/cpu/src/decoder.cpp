@@ -96,8 +96,17 @@ struct Buffers {
   i64 wide_columns, narrow_columns;
 };
 
+template <class Body>
+void for_each(int num_threads, i64 count, const Body& body) {
+  const auto call = [](void* context, i64 begin, i64 end) {
+    for (i64 i = begin; i < end; i++) (*(const Body*)context)(i);
+  };
+  parallel_for(num_threads, count, 1, call, (void*)&body);
+}
+
 struct Decoder {
   const Kernels& kernels;
+  const Layer* layers;
   const Step& s;
   const Buffers& b;
 
@@ -112,6 +121,45 @@ struct Decoder {
       if (w->fast) kernels.linear_fast(&args);
       else kernels.linear_exact(&args);
     }
+  }
+
+  // y += what one adapter adds for `count` rows: x [count, k], y [count, *].
+  void add_low_rank(const LowRank& of, i64 count, int num_threads, const float* x, i64 ldx, float* y, i64 ldy) const {
+    i64 widest = 0;
+    for (const Matrix* w = of.up; w; w = w->next) widest = std::max(widest, w->n);
+    float* inner = (float*)scratch(4, count * (of.down.n + widest) * sizeof(float));
+    float* added = inner + count * of.down.n;
+    LinearArgs args = {};
+    args.format = of.down.format, args.num_threads = num_threads;
+    args.m = count, args.n = of.down.n, args.k = of.down.k;
+    args.weights = of.down.weights, args.x = x, args.ldx = ldx, args.y = inner, args.ldy = of.down.n;
+    kernels.linear_exact(&args);
+    for (const Matrix* w = of.up; w; y += w->n, w = w->next) {
+      if (!w->weights) continue;
+      args.format = w->format, args.n = w->n, args.k = w->k;
+      args.weights = w->weights, args.x = inner, args.ldx = of.down.n, args.y = added, args.ldy = w->n;
+      kernels.linear_exact(&args);
+      for (i64 i = 0; i < count; i++)
+        for (i64 j = 0; j < w->n; j++) y[i * ldy + j] += added[i * w->n + j];
+      inner += w->k;
+    }
+  }
+
+  // The rows of one adapter that follow each other go together.
+  void adapt(const Layer& layer, int product, const Rows& rows, const float* x, i64 ldx, float* y, i64 ldy) const {
+    if (!s.adapters) return;
+    const LowRank* const* of = s.adapters + rows.first;
+    std::vector<i64> starts;
+    for (i64 i = 0; i < rows.count; i++)
+      if (i == 0 || of[i] != of[i - 1]) starts.push_back(i);
+    const i64 num_runs = (i64)starts.size(), place = (&layer - layers) * kProducts + product;
+    starts.push_back(rows.count);
+    const int each = num_runs > 1 ? 1 : rows.num_threads;
+    const auto body = [&](i64 run) {
+      const i64 i = starts[run];
+      if (of[i] && of[i][place].down.n) add_low_rank(of[i][place], starts[run + 1] - i, each, x + i * ldx, ldx, y + i * ldy, ldy);
+    };
+    for_each(num_runs > 1 ? rows.num_threads : 1, num_runs, body);
   }
 
   float* normed(const Rows& rows) const { return s.normed + rows.first * s.hidden; }
@@ -147,6 +195,7 @@ struct Decoder {
     const i64 query = (i64)s.num_heads * s.head_dim, key = (i64)s.num_kv_heads * s.head_dim, stride = query + 2 * key;
     float* qkv = wide(rows);
     multiply(rows, layer.qkv, normed(rows), s.hidden, qkv);
+    adapt(layer, 0, rows, normed(rows), s.hidden, qkv, stride);
     RopeCacheArgs args = {};
     args.cache = cache(layer), args.num_heads = s.num_heads, args.num_threads = rows.num_threads, args.num_tokens = rows.count;
     args.query = qkv, args.key = qkv + query, args.value = qkv + query + key;
@@ -181,6 +230,7 @@ struct Decoder {
     const i64 query = (i64)s.num_heads * s.head_dim, stride = query + 2 * (i64)s.num_kv_heads * s.head_dim;
     attend(layer, rows, wide(rows), stride, narrow(rows), query);
     multiply(rows, layer.output, narrow(rows), query, added(rows));
+    adapt(layer, 1, rows, narrow(rows), query, added(rows), s.hidden);
   }
 
   // From there to what the MLP adds.
@@ -189,8 +239,10 @@ struct Decoder {
     if (layer.attention_out_norm) norm_added(rows, sum, layer.attention_out_norm);
     norm(rows, sum, layer.post_norm);
     multiply(rows, layer.gate_up, normed(rows), s.hidden, first);
+    adapt(layer, 2, rows, normed(rows), s.hidden, first, rows_of(layer.gate_up));
     gate(rows, first, rows_of(layer.gate_up), second, layer.down.k);
     multiply(rows, layer.down, second, layer.down.k, sum);
+    adapt(layer, 3, rows, second, layer.down.k, sum, s.hidden);
   }
 
   // From there to the residual and its norm, and to the next layer's queries, keys and values.
@@ -203,10 +255,7 @@ struct Decoder {
 
 template <class Body>
 void for_all(const std::vector<Rows>& pieces, int num_threads, const Body& body) {
-  const auto call = [](void* context, i64 begin, i64 end) {
-    for (i64 i = begin; i < end; i++) (*(const Body*)context)(i);
-  };
-  parallel_for(pieces.size() == 1 ? 1 : num_threads, (i64)pieces.size(), 1, call, (void*)&body);
+  for_each(pieces.size() == 1 ? 1 : num_threads, (i64)pieces.size(), body);
 }
 
 // What `all_reduce` of the step answers, 0 without one.
@@ -220,7 +269,7 @@ int32_t run(const Layer* layers, i64 num_layers, const Step& s) {
   b.wide = (float*)scratch(3, s.m * (b.wide_columns + b.narrow_columns + s.hidden + 48) * sizeof(float));
   b.narrow = b.wide + s.m * b.wide_columns, b.added = b.narrow + s.m * b.narrow_columns;
 
-  const Decoder decoder = {kernels_of(s.isa), s, b};
+  const Decoder decoder = {kernels_of(s.isa), layers, s, b};
   const std::vector<Rows> pieces = share_rows(s, layers, num_layers);
   for_all(pieces, s.num_threads, [&](i64 piece) {
     decoder.norm(pieces[piece], nullptr, layers[0].input_norm);

@@ -37,6 +37,7 @@ constexpr Field kFields[] = {
     AT(GatedMulArgs, gate_up), AT(GatedMulArgs, ldx), AT(GatedMulArgs, y), AT(GatedMulArgs, ldy),
     SIZE(Matrix), AT(Matrix, weights), AT(Matrix, bias), AT(Matrix, n), AT(Matrix, k), AT(Matrix, format), AT(Matrix, fast),
     AT(Matrix, next),
+    SIZE(LowRank), AT(LowRank, down), AT(LowRank, up),
     SIZE(Layer), AT(Layer, qkv), AT(Layer, output), AT(Layer, gate_up), AT(Layer, down), AT(Layer, input_norm), AT(Layer, post_norm),
     AT(Layer, query_norm), AT(Layer, key_norm), AT(Layer, attention_out_norm), AT(Layer, mlp_out_norm), AT(Layer, cos_sin),
     AT(Layer, cache), AT(Layer, group),
@@ -45,7 +46,7 @@ constexpr Field kFields[] = {
     AT(Step, seq_lens), AT(Step, query_start_loc), AT(Step, groups), AT(Step, num_groups), AT(Step, num_reqs), AT(Step, m),
     AT(Step, hidden), AT(Step, eps), AT(Step, scale), AT(Step, soft_cap), AT(Step, isa), AT(Step, num_threads),
     AT(Step, kv_type), AT(Step, block_size), AT(Step, num_heads), AT(Step, num_kv_heads), AT(Step, head_dim), AT(Step, activation),
-    AT(Step, all_reduce),
+    AT(Step, all_reduce), AT(Step, adapters),
     SIZE(PeakArgs), AT(PeakArgs, isa), AT(PeakArgs, kind), AT(PeakArgs, num_threads), AT(PeakArgs, repeats), AT(PeakArgs, data),
     AT(PeakArgs, bytes),
 };

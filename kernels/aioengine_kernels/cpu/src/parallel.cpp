@@ -151,7 +151,7 @@ struct Buffer {
 }  // namespace
 
 void* scratch(int slot, size_t num_bytes) {
-  static thread_local Buffer buffers[4];
+  static thread_local Buffer buffers[5];
   Buffer& buffer = buffers[slot];
   if (buffer.size < num_bytes) {
     std::free(buffer.data);
