@@ -89,6 +89,8 @@ def _kind(item: Setting) -> tuple[str, dict[str, Any]]:
         return "; takes 512MiB, 2GiB", {"type": parse_size, "metavar": "SIZE"}
     if item.name == "logits_processors":
         return "; may be repeated", {"action": "append", "metavar": "MODULE:NAME"}
+    if item.name == "cpu_affinity":
+        return "", {"metavar": "CORES"}
     return "", _plain_kind(item)
 
 

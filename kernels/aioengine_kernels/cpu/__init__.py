@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from aioengine_kernels.cpu.decoder import DecoderShape, GroupInputs, LayerWeights, NativeDecoder
     from aioengine_kernels.cpu.kernels import CpuKernels, KvCacheFormat, load_kernels
-    from aioengine_kernels.cpu.library import ISAS, status, supported_isas
+    from aioengine_kernels.cpu.library import ISAS, pin_thread, status, supported_isas
     from aioengine_kernels.cpu.packing import FusedMatrix, PackedMatrix
 
 _HOMES = {
@@ -25,6 +25,7 @@ _HOMES = {
     "NativeDecoder": "decoder",
     "PackedMatrix": "packing",
     "load_kernels": "kernels",
+    "pin_thread": "library",
     "status": "library",
     "supported_isas": "library",
 }
@@ -40,6 +41,7 @@ __all__ = [
     "NativeDecoder",
     "PackedMatrix",
     "load_kernels",
+    "pin_thread",
     "status",
     "supported_isas",
 ]
