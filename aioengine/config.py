@@ -470,7 +470,9 @@ class EngineConfig:
         if self.cpu_affinity is None:
             return None
         if self._resolve_parallel().distributed_executor_backend == "ray":
-            raise ConfigError(f'cpu_affinity ({format_cores(self.cpu_affinity)}) is of this machine, and "ray" runs ranks on others: leave it out')
+            raise ConfigError(
+                f'cpu_affinity ({format_cores(self.cpu_affinity)}) is of this machine, and "ray" runs ranks on others: leave it out'
+            )
         check_cores("cpu_affinity", self.cpu_affinity, num_ranks=self.tensor_parallel_size, num_threads=self.num_threads or 1)
         return self.cpu_affinity
 

@@ -62,7 +62,10 @@ def test_cores_are_read_in_their_order(given: Any, cores: tuple[int, ...] | None
         ({"cpu_affinity": "0-3", "num_threads": 5}, "cpu_affinity (0-3) must be at least 5 cores, one for each thread of 1 ranks, got 4"),
         ({"cpu_affinity": "0-4", "num_threads": 3, "tensor_parallel_size": 2}, "must be at least 6 cores, one for each thread of 2 ranks"),
         ({"cpu_affinity": "0", "tensor_parallel_size": 2}, "must be at least 2 cores"),
-        ({"cpu_affinity": "0-1", "distributed_executor_backend": "ray"}, 'cpu_affinity (0-1) is of this machine, and "ray" runs ranks on others'),
+        (
+            {"cpu_affinity": "0-1", "distributed_executor_backend": "ray"},
+            'cpu_affinity (0-1) is of this machine, and "ray" runs ranks on others',
+        ),
     ],
 )
 def test_cores_that_the_machine_or_the_threads_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:

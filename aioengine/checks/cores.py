@@ -54,4 +54,6 @@ def check_cores(name: str, cores: tuple[int, ...], *, num_ranks: int, num_thread
         missing = next(core for core in cores if core not in usable)
         raise ConfigError(f"{said} has core {missing}, but this process may use {format_cores(usable)}")
     if len(cores) // num_ranks < num_threads:
-        raise ConfigError(f"{said} must be at least {num_ranks * num_threads} cores, one for each thread of {num_ranks} ranks, got {len(cores)}")
+        raise ConfigError(
+            f"{said} must be at least {num_ranks * num_threads} cores, one for each thread of {num_ranks} ranks, got {len(cores)}"
+        )

@@ -24,7 +24,7 @@ def doctor(model: str | None = None) -> bool:
 
     print(f"{'python':<14}{platform.python_version()} on {platform.system()} {platform.machine()}, {os.cpu_count()} cores")
     usable = usable_cores()
-    print(f"{'cores':<14}{'whichever the system gives' if usable is None else format_cores(usable) + ' may be used (num_threads, cpu_affinity)'}")
+    print(f"{'cores':<14}{'unknown here' if usable is None else f'{format_cores(usable)} may be used (num_threads, cpu_affinity)'}")
     for package in ("aioengine", "torch", "transformers", "tokenizers", "triton", "textual", "uvloop"):
         print(f"{package:<14}{_version(package)}")
     reason = cpu.status()

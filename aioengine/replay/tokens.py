@@ -148,7 +148,8 @@ def _read_config(header: WireHeader) -> ResolvedConfig:
         ),
         scheduler=build_config(SchedulerConfig, header.config, "scheduler"),
         cache=read_cache_config(header),
-        worker=dataclasses.replace(worker, logits_processors=tuple(worker.logits_processors)),
+        # Cores are of the machine it was recorded on; no token depends on them.
+        worker=dataclasses.replace(worker, logits_processors=tuple(worker.logits_processors), cpu_affinity=None),
         admission=AdmissionConfig(),
         seed=None,
         check_invariants=False,
