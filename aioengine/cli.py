@@ -11,16 +11,16 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from aioengine import __version__
 from aioengine.commands import options
-from aioengine.commands.bench import add_bench
 from aioengine.commands.cache_options import add_cache
 from aioengine.commands.replay_options import add_replay
 from aioengine.commands.structured_output_options import add_structured_output_options
 from aioengine.commands.top_arguments import add_top
+from aioengine.commands.torch_ahead import open_torch_ahead
 from aioengine.errors import AioEngineError
 from aioengine.printable import PrintableFormatter, printable
 
@@ -60,11 +60,24 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
         return text.partition("\n")[2] if isinstance(action, argparse._SubParsersAction) else text
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(command: str | None = None) -> argparse.ArgumentParser:
+    """command: the one that will be parsed; the options of the others are left out then, which take a tenth of a second to put together."""
     parser = _Parser(prog="aioengine", description=_DESCRIPTION, epilog=_EPILOG, usage="aioengine [--version] COMMAND ...")
     parser.add_argument("--version", action="version", version=f"aioengine {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", prog="aioengine")
-    for add in (_add_generate, _add_chat, _add_serve, _add_demo, add_top, add_replay, add_bench, add_cache, _add_pull, _add_doctor):
+    adders: dict[str, Callable[[Any], None]] = {
+        "generate": _add_generate,
+        "chat": _add_chat,
+        "serve": _add_serve,
+        "demo": _add_demo,
+        "top": add_top,
+        "replay": add_replay,
+        "bench": _add_bench,
+        "cache": add_cache,
+        "pull": _add_pull,
+        "doctor": _add_doctor,
+    }
+    for add in adders.values() if command not in adders else [adders[command]]:
         add(commands)
     return parser
 
@@ -72,7 +85,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own) and return the exit status."""
     start_time = time.perf_counter()
-    parser = build_parser()
+    argv = sys.argv[1:] if argv is None else argv
+    parser = build_parser(argv[0] if argv else None)
     args = parser.parse_args(argv)
     if args.command is None:
         parser.print_help(sys.stderr)
@@ -110,6 +124,12 @@ def _set_up_logging(level: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
+def _add_bench(commands: Any) -> None:
+    from aioengine.commands.bench import add_bench
+
+    add_bench(commands)
 
 
 # ---------------------------------------------------------------------------------------------------- generate
@@ -153,6 +173,7 @@ def _generate(args: argparse.Namespace, start_time: float) -> None:
     if not prompt:
         args.parser.error("the prompt is empty")
 
+    open_torch_ahead()
     from aioengine.commands.generate import GenerateSettings, generate
 
     generate(
@@ -195,6 +216,7 @@ examples:
 def _chat(args: argparse.Namespace, start_time: float) -> None:
     config, params = options.engine_config(args), options.sampling_params(args)
 
+    open_torch_ahead()
     from aioengine.commands.chat import ChatSettings, chat
 
     chat(ChatSettings(config=config, params=params, system=args.system, publish=options.publish_options(args), stats=args.stats))
@@ -251,6 +273,7 @@ def _serve(args: argparse.Namespace, start_time: float) -> None:
     except ImportError as exc:
         args.parser.error(f"{exc}: the server needs its extra: pip install 'aioengine[server]'")
 
+    open_torch_ahead()
     from aioengine.commands.serve import ServeCommand, read_answers, serve
 
     serve(
@@ -299,6 +322,7 @@ def _demo(args: argparse.Namespace, start_time: float) -> None:
 
     config, params = options.engine_config(args), SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
 
+    open_torch_ahead()
     from aioengine.commands.demo import DemoSettings, demo
 
     demo(DemoSettings(config=config, params=params, publish=options.publish_options(args), plain=args.plain, start_time=start_time))

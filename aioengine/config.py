@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from aioengine.checks.cores import check_cores, format_cores, read_cores
 from aioengine.checks.settings import INT64_MAX, docstring, read_text, setting, settings_of
 from aioengine.checks.values import listed, number, shorten
 from aioengine.errors import ConfigError
@@ -123,6 +124,7 @@ class WorkerConfig:
     attention_backend: str = "auto"
     enforce_eager: bool = False
     num_threads: int | None = None
+    cpu_affinity: tuple[int, ...] | None = None  # the only cores that the worker's threads run on; of several ranks each has its share
     logprobs_mode: LogprobsMode = "raw_logprobs"
     logits_processors: tuple[str, ...] = ()  # "module:name" of batch-level processors
     loras: tuple[tuple[str, str], ...] = ()  # names and folders of adapters that are loaded at start
@@ -323,6 +325,14 @@ class EngineConfig:
         least=1,
         most=4096,
     )
+    cpu_affinity: tuple[int, ...] | None = setting(
+        None,
+        "the only cores for the CPU threads of the model, such as 0-3,8",
+        unset="wherever the system puts them",
+        more="A list, or that text. Linux only. As many threads as cores, if num_threads does not say less; ranks of tensor_parallel_size "
+        "share them out, each has its own. The event loop and the tokenizer stay where they are.",
+        read=read_cores,
+    )
     tensor_parallel_size: int = setting(
         1,
         "ranks that share each layer, each a process with a part of the weights and of the KV cache",
@@ -476,6 +486,7 @@ class EngineConfig:
         kv_cache_dtype: str = self.kv_cache_dtype
         if kv_cache_dtype == "auto":
             kv_cache_dtype = "float16" if weights == "fast" else dtype
+        cores = self._check_cores()
         attention_backend = self.attention_backend
         if attention_backend == "auto" and device == "cpu" and not allow_dense:
             # The reference, all of it; or what packed weights need, so that it says itself why it does not fit.
@@ -490,11 +501,23 @@ class EngineConfig:
             attention_backend=attention_backend,
             # Nobody has captured NCCL's sums in a graph yet.
             enforce_eager=self.enforce_eager or (device == "cuda" and self.tensor_parallel_size > 1),
-            num_threads=self.num_threads,
+            num_threads=self.num_threads if cores is None else self.num_threads or len(cores) // self.tensor_parallel_size,
+            cpu_affinity=cores,
             logprobs_mode=self.logprobs_mode,
             logits_processors=self.logits_processors,
             loras=self._check_loras(),
         )
+
+    def _check_cores(self) -> tuple[int, ...] | None:
+        """Those of `cpu_affinity`, if this process may use them and no thread of a rank goes without."""
+        if self.cpu_affinity is None:
+            return None
+        if self._resolve_parallel().distributed_executor_backend == "ray":
+            raise ConfigError(
+                f'cpu_affinity ({format_cores(self.cpu_affinity)}) is of this machine, and "ray" runs ranks on others: leave it out'
+            )
+        check_cores("cpu_affinity", self.cpu_affinity, num_ranks=self.tensor_parallel_size, num_threads=self.num_threads or 1)
+        return self.cpu_affinity
 
     def _resolve_weights(self, model: ModelInfo, device: DeviceType) -> Literal["dense", "exact", "fast"]:
         if self.weights == "exact" or self.weights == "fast":

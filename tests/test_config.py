@@ -37,6 +37,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"dtype": ["float32"]}, "dtype must be one of auto, float32, bfloat16, float16, got ['float32']"),
     ({"logits_processors": "module:name"}, "logits_processors must be a list of at most 64"),
     ({"logits_processors": [5]}, "logits_processors must be a non-empty string, got 5"),
+    ({"cpu_affinity": "0,3-1"}, "cpu_affinity must be different cores from 0 to 1023, a list or a text such as 0-3,8, got '0,3-1'"),
+    ({"cpu_affinity": "0-99999"}, "cpu_affinity must be different cores from 0 to 1023"),
+    ({"cpu_affinity": ""}, "cpu_affinity must be different cores from 0 to 1023"),
+    ({"cpu_affinity": []}, "cpu_affinity must be different cores from 0 to 1023"),
+    ({"cpu_affinity": [0, 0]}, "cpu_affinity must be different cores from 0 to 1023"),
+    ({"cpu_affinity": [1024]}, "cpu_affinity must be different cores from 0 to 1023"),
+    ({"cpu_affinity": 3}, "cpu_affinity must be different cores from 0 to 1023"),
     ({"prompt_lookup_min": 5}, "prompt_lookup_max must be an integer >= 5 (prompt_lookup_min), got 4"),
 ]
 

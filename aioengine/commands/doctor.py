@@ -9,6 +9,7 @@ import sysconfig
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from aioengine.checks.cores import format_cores, usable_cores
 from aioengine.printable import printable
 
 
@@ -22,6 +23,8 @@ def doctor(model: str | None = None) -> bool:
     from aioengine_kernels import cpu
 
     print(f"{'python':<14}{platform.python_version()} on {platform.system()} {platform.machine()}, {os.cpu_count()} cores")
+    usable = usable_cores()
+    print(f"{'cores':<14}{'unknown here' if usable is None else f'{format_cores(usable)} may be used (num_threads, cpu_affinity)'}")
     for package in ("aioengine", "torch", "transformers", "tokenizers", "triton", "textual", "uvloop"):
         print(f"{package:<14}{_version(package)}")
     reason = cpu.status()

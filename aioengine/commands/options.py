@@ -91,6 +91,8 @@ def _kind(item: Setting) -> tuple[str, dict[str, Any]]:
         return "; may be repeated", {"action": "append", "metavar": "MODULE:NAME"}
     if item.name == "loras":
         return "; may be repeated", {"action": "append", "metavar": "NAME=FOLDER"}
+    if item.name == "cpu_affinity":
+        return "", {"metavar": "CORES"}
     return "", _plain_kind(item)
 
 

@@ -171,7 +171,10 @@ def _read_config(header: WireHeader) -> ResolvedConfig:
         scheduler=build_config(SchedulerConfig, header.config, "scheduler"),
         cache=read_cache_config(header),
         worker=dataclasses.replace(
-            worker, logits_processors=tuple(worker.logits_processors), loras=tuple((name, folder) for name, folder in worker.loras)
+            worker,
+            logits_processors=tuple(worker.logits_processors),
+            loras=tuple((name, folder) for name, folder in worker.loras),
+            cpu_affinity=None,  # cores are of the machine it was recorded on; no token depends on them
         ),
         admission=AdmissionConfig(),
         seed=None,

@@ -14,9 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from aioengine.checks.cores import format_cores
 from aioengine.config import CacheConfig, WorkerConfig
 from aioengine.errors import ConfigError
 from aioengine.worker.pipeline.transfers import CudaTransfers, HostTransfers, Transfers
+from aioengine_kernels.cpu import pin_thread
 
 if TYPE_CHECKING:
     from aioengine.worker.cuda_graphs import CapturedGraph
@@ -82,16 +84,28 @@ def limit_torch_threads(num_threads: int) -> None:
     other.join()
 
 
+def pin_threads(cores: tuple[int, ...] | None) -> None:
+    """Keep this thread, those that it starts and those that help it on `cores`; None: leave them. Raises ConfigError."""
+    if cores is None:
+        return
+    try:
+        pin_thread(cores)
+    except OSError as exc:  # the cores were there when the settings were read
+        raise ConfigError(f"cpu_affinity ({format_cores(cores)}) cannot be had: {exc}") from exc
+
+
 class CpuDevice(Device):
     """Tensors share memory with the host's arrays, so copies cost nothing and there is nothing to wait for."""
 
     torch_device = torch.device("cpu")
     kv_cache_memory_setting = "kv_cache_memory_bytes"
 
-    def __init__(self, *, num_threads: int | None) -> None:
+    def __init__(self, *, num_threads: int | None, cpu_affinity: tuple[int, ...] | None = None) -> None:
         self._num_threads = num_threads
+        self._cpu_affinity = cpu_affinity
 
     def set_up_thread(self) -> None:
+        pin_threads(self._cpu_affinity)
         # OpenMP keeps this number by thread: setting it elsewhere would not reach the worker's thread.
         if self._num_threads is not None:
             limit_torch_threads(self._num_threads)
@@ -126,14 +140,16 @@ class CudaDevice(Device):
     compiles_kernels = True
     kv_cache_memory_setting = "gpu_memory_utilization"
 
-    def __init__(self, *, num_threads: int | None = None, index: int | None = None) -> None:
+    def __init__(self, *, num_threads: int | None = None, index: int | None = None, cpu_affinity: tuple[int, ...] | None = None) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         self._switch_interval: float | None = None  # of before, if this device has changed it
         self._num_threads = num_threads
+        self._cpu_affinity = cpu_affinity
         self._stream: torch.cuda.Stream | None = None
         self._graph_pool: Any = None  # shared by all graphs: they never run at the same time
 
     def set_up_thread(self) -> None:
+        pin_threads(self._cpu_affinity)
         if self._num_threads is not None:
             limit_torch_threads(self._num_threads)
         if sys.getswitchinterval() > _SWITCH_INTERVAL_S:
@@ -208,7 +224,7 @@ def create_device(config: WorkerConfig) -> Device:
             raise ConfigError(f'device="cuda" was asked for, but PyTorch {torch.__version__} finds no CUDA device')
         if config.device_index is not None and config.device_index >= torch.cuda.device_count():
             raise ConfigError(f'device="cuda:{config.device_index}" was asked for, but there are {torch.cuda.device_count()} CUDA devices')
-        return CudaDevice(num_threads=config.num_threads, index=config.device_index)
+        return CudaDevice(num_threads=config.num_threads, index=config.device_index, cpu_affinity=config.cpu_affinity)
     if os.environ.get("TRITON_INTERPRET") == "1" and config.attention_backend in ("auto", "triton"):
-        return InterpreterDevice(num_threads=config.num_threads)
-    return CpuDevice(num_threads=config.num_threads)
+        return InterpreterDevice(num_threads=config.num_threads, cpu_affinity=config.cpu_affinity)
+    return CpuDevice(num_threads=config.num_threads, cpu_affinity=config.cpu_affinity)

@@ -71,6 +71,29 @@ def test_help_is_quick_and_loads_no_torch() -> None:
     assert min(seconds) < 0.3
 
 
+def test_a_command_puts_no_other_commands_options_together() -> None:
+    code = "import sys; from aioengine.cli import build_parser; build_parser('generate'); print('aioengine_bench' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+    assert vars(build_parser("generate").parse_args(["generate", "hi"])).keys() == vars(parse("generate", "hi")).keys()
+    assert main(["bench", "diff", "no-such-file", "nor-this"]) != 0
+
+
+def test_a_word_that_is_no_command_is_answered_with_those_that_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["generat"])
+    assert "'generate', 'chat', 'serve', 'demo', 'top', 'replay', 'bench'" in capsys.readouterr().err
+
+
+@pytest.mark.skipif("sys.platform != 'linux'")
+def test_torchs_library_is_opened_without_importing_torch() -> None:
+    code = (
+        "import sys, threading; from aioengine.commands.torch_ahead import open_torch_ahead; open_torch_ahead()\n"
+        "for thread in threading.enumerate()[1:]: thread.join()\n"
+        "print('libtorch_cpu.so' in open('/proc/self/maps').read(), 'torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "True False\n"
+
+
 def _cpu_seconds_of_children() -> float:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
@@ -97,6 +120,7 @@ def test_every_engine_setting_has_an_option() -> None:
             *("--scheduling-policy", "priority", "--no-async-scheduling", "--block-size", "8", "--num-kv-cache-blocks", "9"),
             *("--kv-cache-memory-bytes", "1MiB", "--gpu-memory-utilization", "0.5", "--no-enable-prefix-caching"),
             *("--prefix-caching-seed", "s", "--zero-new-blocks", "--attention-backend", "torch", "--enforce-eager", "--num-threads", "2"),
+            *("--cpu-affinity", "0-2,5"),
             *("--engine-seed", "4", "--check-invariants", "--weights", "dense", "--kv-cache-dtype", "float16"),
             *("--logprobs-mode", "raw_logits", "--logits-processors", "a:b", "--logits-processors", "c:d"),
             *("--lora", "sql=a/b=c", "--lora", "legal=d"),
@@ -137,6 +161,7 @@ def test_every_engine_setting_has_an_option() -> None:
         attention_backend="torch",
         enforce_eager=True,
         num_threads=2,
+        cpu_affinity=(0, 1, 2, 5),
         seed=4,
         check_invariants=True,
         weights="dense",

@@ -344,6 +344,7 @@ def test_doctor_names_the_kernels_or_says_why_there_are_none(capsys: pytest.Capt
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert "ready" in out
+    assert sys.platform != "linux" or re.search(r"^cores +[\d,-]+ may be used", out, re.MULTILINE)
     assert re.search(r"kv cache +[\d.]+ GiB on the CPU, of [\d.]+ GiB free .*max_model_len", out)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from aioengine_kernels.cpu.decoder import AdaptedRows, DecoderShape, GroupInputs, LayerWeights, NativeDecoder
     from aioengine_kernels.cpu.kernels import CpuKernels, KvCacheFormat, load_kernels
-    from aioengine_kernels.cpu.library import ISAS, status, supported_isas
+    from aioengine_kernels.cpu.library import ISAS, pin_thread, status, supported_isas
     from aioengine_kernels.cpu.low_rank import PackedAdapter
     from aioengine_kernels.cpu.packing import FusedMatrix, PackedMatrix
 
@@ -28,6 +28,7 @@ _HOMES = {
     "PackedAdapter": "low_rank",
     "PackedMatrix": "packing",
     "load_kernels": "kernels",
+    "pin_thread": "library",
     "status": "library",
     "supported_isas": "library",
 }
@@ -45,6 +46,7 @@ __all__ = [
     "PackedAdapter",
     "PackedMatrix",
     "load_kernels",
+    "pin_thread",
     "status",
     "supported_isas",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -31,6 +32,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "aio_pack": (None, (_I, _P, _L, _L, _L, _L, _P, _I)),
     "aio_gather_rows": (None, (_I, _P, _L, _P, _L, _P, _L)),
     "aio_layout": (ctypes.c_char_p, (_L, ctypes.POINTER(ctypes.c_char_p), ctypes.POINTER(_L))),
+    "aio_pin_thread": (_I, (_P, _L)),
     "aio_linear": (None, (ctypes.POINTER(LinearArgs),)),
     "aio_attention": (None, (ctypes.POINTER(AttentionArgs),)),
     "aio_rope_cache": (None, (ctypes.POINTER(RopeCacheArgs),)),
@@ -76,6 +78,17 @@ def open_library() -> ctypes.CDLL:
     if isinstance(library, str):
         raise RuntimeError(library)
     return library
+
+
+def pin_thread(cores: Sequence[int]) -> None:
+    """The calling thread, what it starts, and the native threads while they help it, run on these cores alone. Linux only.
+
+    Raises OSError if it cannot be: there is no such core, or this process may not use it.
+    """
+    library = _open()
+    if not isinstance(library, str):
+        library.aio_pin_thread((ctypes.c_int32 * len(cores))(*cores), len(cores))
+    os.sched_setaffinity(0, cores)  # without the library; and with it, it says what is wrong
 
 
 def supported_isas() -> tuple[str, ...]:

@@ -5,6 +5,8 @@ namespace aio {
 
 enum Isa : int32_t { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
 
+bool pin_thread(const int32_t* cores, i64 count);  // parallel.cpp
+
 const Kernels& kernels_of(int32_t isa) {
 #if defined(__x86_64__)
   if (isa == kAvx512) return kAvx512Kernels;
@@ -51,6 +53,9 @@ AIO_EXPORT void aio_rms_norm(const aio::RmsNormArgs* args) { aio::kernels_of(arg
 AIO_EXPORT void aio_silu_mul(const aio::GatedMulArgs* args) { aio::kernels_of(args->isa).silu_mul(args); }
 
 AIO_EXPORT void aio_gelu_mul(const aio::GatedMulArgs* args) { aio::kernels_of(args->isa).gelu_mul(args); }
+
+// The calling thread and those that help it from now on run on these cores alone. 0: there is no such core, or not on this system.
+AIO_EXPORT int32_t aio_pin_thread(const int32_t* cores, aio::i64 count) { return aio::pin_thread(cores, count); }
 
 AIO_EXPORT double aio_peak(const aio::PeakArgs* args) { return aio::kernels_of(args->isa).peak(args); }
 

@@ -12,6 +12,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdlib>
+#include <list>
 #include <mutex>
 #include <thread>
 
@@ -28,11 +29,32 @@ inline void relax() {
 #endif
 }
 
+#if defined(__linux__)
+using Cores = cpu_set_t;
+#else
+struct Cores {};
+#endif
+
+// The cores that a thread may run on; null: nobody has said. One address for each set, kept for good: addresses are compared.
+thread_local const Cores* own_cores = nullptr;
+// Those that threads of whom nobody has said may run on, once somebody has said so of another.
+std::atomic<const Cores*> other_cores{nullptr};
+
+void move_to(const Cores* cores) {
+  if (!cores) cores = other_cores.load(std::memory_order_acquire);
+  if (cores == own_cores) return;
+#if defined(__linux__)
+  sched_setaffinity(0, sizeof(Cores), cores);  // the caller is there: where it cannot go a helper stays where it is
+#endif
+  own_cores = cores;
+}
+
 struct Job {
   void (*body)(void*, i64, i64);
   void* context;
   i64 num_tasks, chunk;
-  int helpers;  // helper i takes part if i < helpers
+  int helpers;         // helper i takes part if i < helpers
+  const Cores* cores;  // the caller's
 };
 
 class Pool {
@@ -43,7 +65,8 @@ class Pool {
     if (!one_at_a_time.owns_lock()) return false;
     while (started_ < job.helpers) {
       try {
-        std::thread(&Pool::help, this, started_).detach();
+        // A thread starts on the cores of the one that starts it.
+        std::thread(&Pool::help, this, started_, own_cores).detach();
       } catch (...) {
         break;  // no more threads to be had: the caller does the work
       }
@@ -73,13 +96,17 @@ class Pool {
     }
   }
 
-  void help(int number) {
+  void help(int number, const Cores* cores) {
+    own_cores = cores;
     uint64_t seen = 0;
     for (;;) {
       wait_for_job(seen);
       seen = epoch_.load();
       inside_.fetch_add(1);  // before looking whether the job is open: the caller closes it, then waits for inside_ == 0
-      if (open_.load() && number < job_.helpers) take_pieces();
+      if (open_.load() && number < job_.helpers) {
+        move_to(job_.cores);
+        take_pieces();
+      }
       inside_.fetch_sub(1);
     }
   }
@@ -138,7 +165,7 @@ void parallel_for(int num_threads, i64 num_tasks, i64 chunk, void (*body)(void*,
   if (chunk < 1) chunk = 1;
   const i64 pieces = (num_tasks + chunk - 1) / chunk;
   if (num_threads > pieces) num_threads = (int)pieces;
-  if (num_threads > 1 && the_pool().run({body, context, num_tasks, chunk, num_threads - 1})) return;
+  if (num_threads > 1 && the_pool().run({body, context, num_tasks, chunk, num_threads - 1, own_cores})) return;
   body(context, 0, num_tasks);
 }
 
@@ -162,6 +189,39 @@ void* scratch(int slot, size_t num_bytes) {
   }
   return buffer.data;
 }
+
+#if defined(__linux__)
+namespace {
+
+// The one address of a set.
+const Cores* keep(const Cores& cores) {
+  static std::mutex keeping;
+  static std::list<Cores>* kept = new std::list<Cores>;  // never freed: helpers may look at it while the process ends
+  std::lock_guard<std::mutex> lock(keeping);
+  for (const Cores& one : *kept)
+    if (CPU_EQUAL(&one, &cores)) return &one;
+  kept->push_back(cores);
+  return &kept->back();
+}
+
+}  // namespace
+
+bool pin_thread(const int32_t* cores, i64 count) {
+  Cores before, wanted;
+  CPU_ZERO(&wanted);
+  for (i64 i = 0; i < count; i++) {
+    if (cores[i] < 0 || cores[i] >= CPU_SETSIZE) return false;
+    CPU_SET(cores[i], &wanted);
+  }
+  if (sched_getaffinity(0, sizeof before, &before) || sched_setaffinity(0, sizeof wanted, &wanted)) return false;
+  const Cores* nobody = nullptr;
+  if (!own_cores) other_cores.compare_exchange_strong(nobody, keep(before));
+  own_cores = keep(wanted);
+  return true;
+}
+#else
+bool pin_thread(const int32_t*, i64) { return false; }
+#endif
 
 PanelLayout panel_layout(int32_t format, i64 k) {
   PanelLayout p = {0, 0, 0};
