@@ -284,12 +284,16 @@ async def test_the_blocks_of_a_kv_cache_group_are_counted_and_lit(group_run: Run
         for group_id in (0, 1, 2, 3, 0):
             await press(app, pilot, "g")
             assert view.lit_group == group_id
+            assert f"# KV-cache group {group_id} " in app.view.text
             assert view._lit_blocks(app.session.state) == {block_id for table in tables for block_id in table[group_id] if block_id}
         await press(app, pilot, "G")
         assert view.lit_group == 3
         await press(app, pilot, "c")
         assert not view._lit_blocks(app.session.state)
+        assert "# KV-cache group" not in app.view.text
         holder = max(app.session.state.requests.values(), key=lambda row: row.num_blocks)
+        await press(app, pilot, "2", "enter")
+        assert "tables of KV-cache group 0" in app.view.text
         app.post_message(OpenRequest(holder.request_id))
         await settle(app, pilot)
         assert all(f"KV-cache group {group_id}: " in app.view.text for group_id in range(4))

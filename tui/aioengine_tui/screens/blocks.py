@@ -117,7 +117,7 @@ class BlocksView(View):
         self._layout = layout = GridLayout.of(state.blocks.num_blocks, width=grid_width, rows=rows)
         self.cursor = max(1, min(self.cursor, layout.num_blocks))
         content = self._content(state, with_places=wide or self.with_places or layout.per_cell == 1)
-        head = [_counts(state, width), fit_line(legend(layout, width), width)]
+        head = [_counts(state, width), fit_line(legend(layout, width, lit=self._lit_words()), width)]
         self._grid_row = len(head)
         grid = grid_lines(content, layout, cursor=self.cursor, with_places=self.with_places, looks=self._looks)
         grid = (grid + [[] for _ in range(rows)])[:rows]
@@ -172,6 +172,11 @@ class BlocksView(View):
             return frozenset(state.blocks.owned_by_group(self.lit_group))
         row = state.row(self.session.selected) if self.lights and self.session.selected is not None else None
         return frozenset(row.held_block_ids) if row is not None else frozenset()
+
+    def _lit_words(self) -> str:
+        if self.lit_group is not None:
+            return f"KV-cache group {self.lit_group}"
+        return clean(self.session.selected) if self.lights and self.session.selected is not None else ""
 
     def _owners(self, state: DashboardState) -> list[tuple[OwnerMark, int]]:
         """The requests that hold blocks, the one with the most first."""

@@ -164,6 +164,8 @@ class FrameView(View):
         """The fields of one half, so that the one under the cursor can be seen, all of it if there is room."""
         title = "what the scheduler sends: SchedulerOutput" if half == 0 else "what the worker does with it"
         other = "" if self._split else "tab: the worker's half" if half == 0 else "tab: what was sent"
+        if half == 1 and len(self.session.state.groups) > 1:
+            other = "  ".join(filter(None, ("tables of KV-cache group 0", other)))
         is_here = self.on_worker == bool(half)
         lines: list[Line] = []
         owners: list[int] = []  # of each line, its field

@@ -30,7 +30,7 @@ class GridContent:
     ref_cnts: Mapping[int, int] = field(default_factory=dict)  # of blocks with several owners
     places: Mapping[int, int] = field(default_factory=dict)  # of free blocks: 1 is taken next
     evicted: frozenset[int] = frozenset()  # lost their cached content in the latest step
-    lit: frozenset[int] = frozenset()  # blocks of the selected request
+    lit: frozenset[int] = frozenset()  # blocks of the selected request, or of a KV-cache group
     hashes: Mapping[int, str] = field(default_factory=dict)  # read for large cells only
 
 
@@ -240,8 +240,8 @@ _LOOKS: dict[int, tuple[str, str]] = {
 }
 
 
-def legend(layout: GridLayout, width: int) -> Line:
-    """What the cells mean, as much of it as fits."""
+def legend(layout: GridLayout, width: int, *, lit: str = "") -> Line:
+    """What the cells mean, as much of it as fits. `lit`: whose blocks are lit, which is said first."""
     cached, empty, released = _LOOKS[FREE_CACHED], _LOOKS[EMPTY], _LOOKS[RELEASED]
     if layout.per_cell == 1:
         partly = "▄" if layout.inner_width == 1 else "▌"
@@ -255,6 +255,8 @@ def legend(layout: GridLayout, width: int) -> Line:
             ("▂▅█", "owner_0_ink", "owned, most by one"), ("▂▅█", _MIXED, "by several"), (*cached, "free, some cached"), (*empty, "empty"),
             (*released, "freed"),
         ]  # fmt: skip
+    if lit:
+        signs.insert(0, (LIT, "owner_0" if layout.per_cell == 1 else "block_lit", lit))
     line: Line = [Part(f"cell = {layout.per_cell} blocks  ", "muted")] if layout.per_cell > 1 else []
     used = sum(len(part.text) for part in line)
     for glyph, role, words in signs:
