@@ -238,7 +238,7 @@ class SchedulePass:
         kv.record_prefix_cache_lookup(request, num_hits=num_computed_tokens)
 
         self.waiting.pop()
-        insort(self.running, request, key=self._key)
+        self._insert_running(request)
         (self.new_reqs if request.status == RequestStatus.WAITING else self.resumed_reqs).append(request)
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = num_computed_tokens
@@ -254,6 +254,12 @@ class SchedulePass:
         self.waiting.pop()
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         self.loading_reqs.append(request)
+
+    def _insert_running(self, request: Request) -> None:
+        if self.running and self._key(self.running[-1]) > self._key(request):
+            insort(self.running, request, key=self._key)
+        else:  # mostly
+            self.running.append(request)
 
     def _key(self, request: Request) -> SchedulingKey:
         return scheduling_key(self.config.policy, request)
@@ -279,7 +285,7 @@ class SchedulePass:
                 req_id=request.request_id,
                 prompt_token_ids=request.prompt_token_ids,
                 sampling_params=request.sampling_params,
-                block_ids=tuple(list(table) for table in request.block_ids),
+                block_ids=tuple(map(list, request.block_ids)),
                 num_computed_tokens=request.num_computed_tokens,
                 pooling_params=request.pooling_params,
             )
@@ -288,9 +294,11 @@ class SchedulePass:
 
     def make_cached_request_data(self, prev_step_req_ids: Container[str]) -> CachedRequestData:
         """The differences for requests that the worker knows. `prev_step_req_ids`: who was in the previous step."""
+        requests = self.running_reqs + self.resumed_reqs
+        if not requests:
+            return CachedRequestData()
         new_block_ids: list[tuple[list[int], ...] | None] = [added or None for added in self.running_new_block_ids]
         new_block_ids += [tuple(list(table) for table in request.block_ids) for request in self.resumed_reqs]
-        requests = self.running_reqs + self.resumed_reqs
         return CachedRequestData(
             req_ids=[request.request_id for request in requests],
             resumed_req_ids=frozenset(request.request_id for request in self.resumed_reqs),
