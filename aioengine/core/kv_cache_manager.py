@@ -142,6 +142,9 @@ class KVCacheManager:
             # Registered before the forward has run: the worker runs steps in order, so whoever finds a block here reads
             # it in this step, after the writes of every layer, or in a later one.
             self.cache_blocks(request, num_tokens)
+        request.num_settled_tokens = len(request.block_ids[0]) * self.block_size
+        if self.enable_prefix_caching:
+            request.num_settled_tokens = min(request.num_settled_tokens, (request.num_cached_blocks + 1) * self.block_size - 1)
         return new_block_ids
 
     def allocate_for_load(self, request: Request, computed: Sequence[Sequence[int]]) -> list[int]:
@@ -247,7 +250,7 @@ class KVCacheManager:
         # Side by side: what comes first in a prefix is worth more than what comes later, in whichever group.
         self.block_pool.free(self._held(tables if len(tables) == 1 else list(zip(*tables, strict=True))))
         request.block_ids = self.make_tables()
-        request.num_cached_blocks = 0
+        request.num_cached_blocks = request.num_settled_tokens = 0
 
     def forget_blocks(self, request: Request) -> None:
         """Let nobody find the content that a request had in blocks any more; it and other owners keep the blocks themselves.
@@ -257,7 +260,7 @@ class KVCacheManager:
         """
         for group_id in range(len(self.groups)):
             self.block_pool.forget(names_in_group(request.block_hashes, group_id))
-        request.num_cached_blocks = 0
+        request.num_cached_blocks = request.num_settled_tokens = 0
 
     def take_block_ids_to_zero(self) -> list[int]:
         block_ids, self._block_ids_to_zero = self._block_ids_to_zero, []
