@@ -80,6 +80,7 @@ class Request:
         "num_output_placeholders",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_settled_tokens",
         "num_tokens",
         "pooling_params",
         "priority",
@@ -135,10 +136,12 @@ class Request:
         self.end_token_ids: frozenset[int] = frozenset(sampling_params.stop_token_ids)
         self.tail_repeats: Callable[[int], bool] | None = None  # takes each output token, once; None: repetition ends nothing
 
-        # Kept by the KVCacheManager: one list a KV-cache group; the hashes of the full blocks; how many are registered.
+        # Kept by the KVCacheManager: one list a KV-cache group; the hashes of the full blocks; how many are registered; and up to
+        # how many tokens no block is missing and none becomes full, so that a step of decoding need not ask.
         self.block_ids: tuple[list[int], ...] = ([],)
         self.block_hashes: list[bytes] = list(block_hashes)
         self.num_cached_blocks = 0
+        self.num_settled_tokens = 0
 
     @property
     def num_output_tokens(self) -> int:

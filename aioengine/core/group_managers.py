@@ -27,17 +27,12 @@ class FullAttentionManager:
 
     def __init__(self, group_ids: Sequence[int], *, block_pool: BlockPool) -> None:
         self._group_ids = group_ids
-        self._find = block_pool.find
+        self._find_prefix = block_pool.find_prefix
 
     def find_hits(self, block_hashes: Sequence[BlockHash], limit: int) -> list[list[int]]:
         tables: list[list[int]] = []
         for group_id in self._group_ids:
-            table: list[int] = []
-            for name in names_in_group(block_hashes[:limit], group_id):
-                block_id = self._find(name)
-                if block_id is None:
-                    break
-                table.append(block_id)
+            table = self._find_prefix(names_in_group(block_hashes[:limit], group_id))
             limit = len(table)
             tables.append(table)
         return [table[:limit] for table in tables] if len(tables) > 1 else tables

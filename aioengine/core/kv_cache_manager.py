@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from aioengine.config import CacheConfig
-from aioengine.core.block_hash import BlockHash, hash_blocks, in_group, names_in_group, root_hash, salt_bytes, short_hash
+from aioengine.core.block_hash import BlockHash, HashMemo, in_group, names_in_group, root_hash, salt_bytes, short_hash
 from aioengine.core.block_pool import NULL_BLOCK_ID, BlockPool
 from aioengine.core.group_managers import make_group_managers
 from aioengine.core.prefix_cache_stats import PrefixCacheStats
@@ -41,6 +41,7 @@ class KVCacheManager:
             if group.sliding_window is not None:
                 by_window.setdefault(group.sliding_window, []).append(group_id)
         self._windowed = [(self.groups[group_ids[0]], group_ids) for group_ids in by_window.values()]  # a group of each window, and all
+        self._hash_memo = HashMemo(self.block_size)
         self._root_hash = root_hash(cache.prefix_caching_seed)
         self._zero_new_blocks = cache.zero_new_blocks
         self._block_ids_to_zero: list[int] = []
@@ -83,6 +84,8 @@ class KVCacheManager:
 
     def find_hits(self, block_hashes: Sequence[BlockHash], length: int) -> tuple[list[int], ...]:
         """The tables of the longest prefix, of at most `length` blocks, that every group can serve."""
+        if len(self._managers) == 1:
+            return tuple(self._managers[0].find_hits(block_hashes, length))
         while True:
             tables: list[list[int]] = []
             for manager in self._managers:
@@ -105,15 +108,18 @@ class KVCacheManager:
         """
         num_computed_tokens = len(computed[0]) * self.block_size
         hits = self._held(computed)
-        num_blocks = sum(
-            group.max_num_blocks(
-                num_tokens,
-                block_size=self.block_size,
-                max_step_tokens=self.max_num_batched_tokens,
-                num_computed_tokens=num_computed_tokens,
+        if self.has_windows:
+            num_blocks = sum(
+                group.max_num_blocks(
+                    num_tokens,
+                    block_size=self.block_size,
+                    max_step_tokens=self.max_num_batched_tokens,
+                    num_computed_tokens=num_computed_tokens,
+                )
+                for group in self.groups
             )
-            for group in self.groups
-        )
+        else:
+            num_blocks = -(-num_tokens // self.block_size) * len(self.groups)
         return num_blocks - len(hits) + self._num_free_among(hits)
 
     def allocate_slots(
@@ -136,6 +142,9 @@ class KVCacheManager:
             # Registered before the forward has run: the worker runs steps in order, so whoever finds a block here reads
             # it in this step, after the writes of every layer, or in a later one.
             self.cache_blocks(request, num_tokens)
+        request.num_settled_tokens = len(request.block_ids[0]) * self.block_size
+        if self.enable_prefix_caching:
+            request.num_settled_tokens = min(request.num_settled_tokens, (request.num_cached_blocks + 1) * self.block_size - 1)
         return new_block_ids
 
     def allocate_for_load(self, request: Request, computed: Sequence[Sequence[int]]) -> list[int]:
@@ -241,7 +250,7 @@ class KVCacheManager:
         # Side by side: what comes first in a prefix is worth more than what comes later, in whichever group.
         self.block_pool.free(self._held(tables if len(tables) == 1 else list(zip(*tables, strict=True))))
         request.block_ids = self.make_tables()
-        request.num_cached_blocks = 0
+        request.num_cached_blocks = request.num_settled_tokens = 0
 
     def forget_blocks(self, request: Request) -> None:
         """Let nobody find the content that a request had in blocks any more; it and other owners keep the blocks themselves.
@@ -251,7 +260,7 @@ class KVCacheManager:
         """
         for group_id in range(len(self.groups)):
             self.block_pool.forget(names_in_group(request.block_hashes, group_id))
-        request.num_cached_blocks = 0
+        request.num_cached_blocks = request.num_settled_tokens = 0
 
     def take_block_ids_to_zero(self) -> list[int]:
         block_ids, self._block_ids_to_zero = self._block_ids_to_zero, []
@@ -264,8 +273,7 @@ class KVCacheManager:
         return [block_id for table in tables for block_id in table if block_id != NULL_BLOCK_ID]
 
     def _num_free_among(self, block_ids: Sequence[int]) -> int:
-        ref_cnt = self.block_pool.ref_cnt
-        return sum(ref_cnt[block_id] == 0 for block_id in block_ids)
+        return list(map(self.block_pool.ref_cnt.__getitem__, block_ids)).count(0)
 
     def _extend_block_hashes(self, request: Request, num_blocks: int) -> None:
         num_known = len(request.block_hashes)
@@ -298,7 +306,9 @@ class KVCacheManager:
     def extend_hashes(
         self, hashes: list[BlockHash], token_ids: Sequence[int], num_blocks: int, *, cache_salt: str | None, lora_key: str | None = None
     ) -> None:
-        """Append the hashes of the next blocks of `token_ids` until there are `num_blocks`. Takes about 1 us a block."""
+        """Append the hashes of the next blocks of `token_ids` until there are `num_blocks`. Takes about 0.5 us a block,
+        of a prompt that begins like a recent one a fifth of it.
+        """
         parent, extra = (hashes[-1], b"") if hashes else (self._root_hash, salt_bytes(cache_salt, lora_key))
         new = token_ids[len(hashes) * self.block_size : num_blocks * self.block_size]
-        hashes += hash_blocks(parent, new, block_size=self.block_size, extra=extra)
+        hashes += self._hash_memo.hash_blocks(parent, new, extra=extra)

@@ -47,10 +47,10 @@ class SchedulePass:
         self._max_tokens_a_request = config.long_prefill_token_threshold if has_others else 0  # 0: no limit
         self.token_budget = config.max_num_batched_tokens
         self.num_scheduled_tokens: dict[str, int] = {}
-        self.scheduled_reqs: list[Request] = []  # those of num_scheduled_tokens, in its order
         self.spec_token_ids: dict[str, list[int]] = {}  # draft tokens, counted in num_scheduled_tokens
         self.running_reqs: list[Request] = []
-        self.running_new_block_ids: list[tuple[list[int], ...]] = []  # for each of running_reqs, by group; (): none
+        self.running_new_block_ids: list[tuple[list[int], ...] | None] = []  # for each of running_reqs, by group; None: none
+        self.admitted_reqs: list[Request] = []  # new and resumed ones
         self.new_reqs: list[Request] = []
         self.resumed_reqs: list[Request] = []
         self.loading_reqs: list[Request] = []  # waiting ones whose blocks begin to be loaded
@@ -96,24 +96,27 @@ class SchedulePass:
         """Give every running request its next tokens, best first, while there is budget."""
         if self.proposer is not None:
             self.proposer.start_step()
-        index = 0
-        while index < len(self.running) and self.token_budget > 0:
-            request = self.running[index]
+        for index, request in enumerate(self.running):  # whoever is preempted meanwhile comes behind `index`
+            if self.token_budget == 0:
+                break
             num_new_tokens = self._num_tokens_of_running(request)
-            if num_new_tokens > 0:
-                draft_token_ids = (
-                    self._propose_draft_tokens(request, num_new_tokens, num_after=len(self.running) - index - 1) if self.proposer else []
-                )
+            if num_new_tokens <= 0:
+                continue
+            draft_token_ids: list[int] = []
+            if self.proposer is not None:
+                draft_token_ids = self._propose_draft_tokens(request, num_new_tokens, num_after=len(self.running) - index - 1)
                 num_new_tokens += len(draft_token_ids)
+            new_block_ids: tuple[list[int], ...] | None = ()
+            if request.num_computed_tokens + num_new_tokens > request.num_settled_tokens:
                 new_block_ids = self._allocate_or_preempt(request, num_new_tokens)
                 if new_block_ids is None:
                     break  # it was the last one, and has been preempted itself
-                self._give(request, num_new_tokens)
-                if draft_token_ids:
-                    request.spec_token_ids = self.spec_token_ids[request.request_id] = draft_token_ids
-                self.running_reqs.append(request)
-                self.running_new_block_ids.append(new_block_ids)
-            index += 1
+            self.num_scheduled_tokens[request.request_id] = num_new_tokens
+            self.token_budget -= num_new_tokens
+            if draft_token_ids:
+                request.spec_token_ids = self.spec_token_ids[request.request_id] = draft_token_ids
+            self.running_reqs.append(request)
+            self.running_new_block_ids.append(new_block_ids or None)
 
     def _num_tokens_of_running(self, request: Request) -> int:
         if request.spec_token_ids:
@@ -121,7 +124,10 @@ class SchedulePass:
         num_known_tokens = request.num_tokens + request.num_output_placeholders
         if num_known_tokens >= request.max_num_tokens:
             return 0  # a step in flight samples its last token, which is never computed
-        return self._limit(num_known_tokens - request.num_computed_tokens)
+        num_new_tokens = num_known_tokens - request.num_computed_tokens
+        if num_new_tokens == 1 and self.token_budget:  # mostly: no limit is below it
+            return 1
+        return self._limit(num_new_tokens)
 
     def _limit(self, num_new_tokens: int) -> int:
         if 0 < self._max_tokens_a_request < num_new_tokens:
@@ -238,13 +244,15 @@ class SchedulePass:
         kv.record_prefix_cache_lookup(request, num_hits=num_computed_tokens)
 
         self.waiting.pop()
-        insort(self.running, request, key=self._key)
+        self._insert_running(request)
         (self.new_reqs if request.status == RequestStatus.WAITING else self.resumed_reqs).append(request)
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = num_computed_tokens
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = num_computed_tokens
-        self._give(request, num_new_tokens)
+        self.num_scheduled_tokens[request.request_id] = num_new_tokens
+        self.token_budget -= num_new_tokens
+        self.admitted_reqs.append(request)
         return None
 
     def _start_load(self, request: Request, computed: tuple[list[int], ...]) -> None:
@@ -255,15 +263,21 @@ class SchedulePass:
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         self.loading_reqs.append(request)
 
+    def _insert_running(self, request: Request) -> None:
+        if self.running and self._key(self.running[-1]) > self._key(request):
+            insort(self.running, request, key=self._key)
+        else:  # mostly
+            self.running.append(request)
+
     def _key(self, request: Request) -> SchedulingKey:
         return scheduling_key(self.config.policy, request)
 
-    def _give(self, request: Request, num_new_tokens: int) -> None:
-        self.num_scheduled_tokens[request.request_id] = num_new_tokens
-        self.scheduled_reqs.append(request)
-        self.token_budget -= num_new_tokens
-
     # ------------------------------------------------------------------ what the worker is told
+    @property
+    def scheduled_reqs(self) -> list[Request]:
+        """Those of num_scheduled_tokens, in its order."""
+        return self.running_reqs + self.admitted_reqs
+
     def structured_output_request_ids(self) -> frozenset[str]:
         """The requests that a grammar constrains and that sample in this step. Before the counters are advanced past it."""
         return frozenset(
@@ -279,7 +293,7 @@ class SchedulePass:
                 req_id=request.request_id,
                 prompt_token_ids=request.prompt_token_ids,
                 sampling_params=request.sampling_params,
-                block_ids=tuple(list(table) for table in request.block_ids),
+                block_ids=tuple(map(list, request.block_ids)),
                 num_computed_tokens=request.num_computed_tokens,
                 pooling_params=request.pooling_params,
                 lora_name=request.lora_name,
@@ -289,9 +303,10 @@ class SchedulePass:
 
     def make_cached_request_data(self, prev_step_req_ids: Container[str]) -> CachedRequestData:
         """The differences for requests that the worker knows. `prev_step_req_ids`: who was in the previous step."""
-        new_block_ids: list[tuple[list[int], ...] | None] = [added or None for added in self.running_new_block_ids]
-        new_block_ids += [tuple(list(table) for table in request.block_ids) for request in self.resumed_reqs]
         requests = self.running_reqs + self.resumed_reqs
+        if not requests:
+            return CachedRequestData()
+        new_block_ids = self.running_new_block_ids + [tuple(map(list, request.block_ids)) for request in self.resumed_reqs]
         return CachedRequestData(
             req_ids=[request.request_id for request in requests],
             resumed_req_ids=frozenset(request.request_id for request in self.resumed_reqs),

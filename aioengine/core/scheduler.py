@@ -262,10 +262,10 @@ class Scheduler:
 
     def _update_after_schedule(self, plan: SchedulePass) -> None:
         """Advance the counters past the step at once, so that the next one can be planned before its tokens are known."""
-        self.totals.note_scheduled(plan.num_scheduled_tokens, admitted=plan.new_reqs + plan.resumed_reqs)
+        self.totals.note_scheduled(plan.num_scheduled_tokens, admitted=plan.admitted_reqs)
         for request, num_tokens in zip(plan.scheduled_reqs, plan.num_scheduled_tokens.values(), strict=True):
-            request.num_computed_tokens += num_tokens
-            if request.num_computed_tokens == request.num_tokens + request.num_output_placeholders + len(request.spec_token_ids):
+            request.num_computed_tokens = num_computed_tokens = request.num_computed_tokens + num_tokens
+            if num_computed_tokens == request.num_tokens + request.num_output_placeholders + len(request.spec_token_ids):
                 request.num_output_placeholders += 1  # this step samples its next token
         if self.kv_cache_manager.has_windows:
             for request in plan.scheduled_reqs:

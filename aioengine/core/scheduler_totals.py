@@ -43,7 +43,8 @@ class SchedulerTotals:
 
         Costs nothing for a request that only decodes.
         """
-        self._catching_up.update((request.request_id, request) for request in admitted)
+        for request in admitted:
+            self._catching_up[request.request_id] = request
         for req_id, request in list(self._catching_up.items()):
             start = request.num_computed_tokens
             end = start + num_scheduled_tokens.get(req_id, 0)

@@ -3,12 +3,16 @@
 The same procedure as for vLLM's scheduler in `benchmarks/peers/vllm_host_cost.py`: prompts of 64 tokens, blocks of 16,
 prefix caching on, no invariants, the worker's answer built outside the clock. Run as a process of its own:
 `python -m aioengine_bench.host_cost 32 256 1024` prints one line of JSON for each.
+
+`--admission 512 2000` instead: requests whose prompts of these lengths are cached come one after the other, each with two
+tokens of its own and one to generate. CPU time from the tokens of a request to its end, hashing included.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import statistics
 import time
 from dataclasses import dataclass
 
@@ -70,6 +74,36 @@ def measure(num_reqs: int, *, num_steps: int = 200) -> HostCost:
     return _summary(num_reqs, schedule_s[NUM_WARMUP_STEPS:], update_s[NUM_WARMUP_STEPS:])
 
 
+def measure_admission(prompt_len: int, *, num_requests: int = 400) -> dict[str, str | int | float]:
+    """Microseconds of CPU time that a request costs whose prompt is cached but for the last block."""
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=prompt_len + 64, max_model_len=prompt_len + 64),
+        cache=CacheConfig(block_size=BLOCK_SIZE),
+        num_kv_cache_blocks=4 * (prompt_len // BLOCK_SIZE) + 100,
+    )
+    params = SamplingParams(max_tokens=1, ignore_eos=True, temperature=0.0, seed=0)
+    spent_s: list[float] = []
+    for index in range(num_requests):
+        prompt = [1000 + position % 30000 for position in range(prompt_len)] + [index, index + 1]  # no token is an object of another's
+        start = time.thread_time()
+        scheduler.add_request(Request(f"r{index}", prompt, sampling_params=params))
+        output = scheduler.schedule()
+        scheduled = time.thread_time()
+        assert output is not None and len(output.scheduled_new_reqs) == 1
+        assert index == 0 or output.scheduled_new_reqs[0].num_computed_tokens >= prompt_len - BLOCK_SIZE
+        answer = ModelRunnerOutput([f"r{index}"], {f"r{index}": 0}, [[5]])
+        answered = time.thread_time()
+        scheduler.update_from_output(output, answer)
+        spent_s.append(scheduled - start + time.thread_time() - answered)
+        assert not scheduler.running
+        scheduler.take_report()
+    return {"engine": "aioengine", "prompt_len": prompt_len, **_least_and_median("admission", spent_s)}
+
+
+def _least_and_median(name: str, values_s: list[float]) -> dict[str, float]:
+    return {f"{name}_min_us": min(values_s) * 1e6, f"{name}_median_us": statistics.median(values_s) * 1e6}
+
+
 def _make_scheduler(num_reqs: int) -> Scheduler:
     return Scheduler(
         SchedulerConfig(max_num_seqs=num_reqs, max_num_batched_tokens=max(8192, num_reqs), max_model_len=2048),
@@ -96,9 +130,13 @@ def _summary(num_reqs: int, schedule_s: list[float], update_s: list[float]) -> H
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure schedule() and update_from_output() for N decoding requests.")
-    parser.add_argument("num_reqs", type=int, nargs="+")
+    parser.add_argument("num_reqs", type=int, nargs="*")
     parser.add_argument("--num-steps", type=int, default=200)
+    parser.add_argument("--admission", type=int, nargs="+", default=[], metavar="PROMPT_LEN", help="admission of cached prompts")
     args = parser.parse_args()
+    for prompt_len in args.admission:
+        gc.collect()
+        print(orjson.dumps(measure_admission(prompt_len)).decode(), flush=True)
     for num_reqs in args.num_reqs:
         gc.collect()
         print(orjson.dumps(measure(num_reqs, num_steps=args.num_steps)).decode(), flush=True)

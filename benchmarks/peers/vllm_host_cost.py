@@ -4,6 +4,7 @@ The procedure is that of `aioengine_bench.host_cost`: N decoding requests, promp
 caching on, no statistics, the worker's answer built outside the clock. Prints one line of JSON for each N.
 
     python vllm_host_cost.py --model FOLDER_WITH_CONFIG_JSON 32 256 1024
+    python vllm_host_cost.py --model FOLDER_WITH_CONFIG_JSON --admission 512 2000
 """
 
 from __future__ import annotations
@@ -46,22 +47,60 @@ def make_scheduler(num_reqs: int, model: str) -> Any:
     )
 
 
-def add_requests(scheduler: Any, num_reqs: int) -> None:
+def request_maker() -> tuple[Any, Any]:
+    """Two functions: parameters for so many tokens, and a request of an id, a prompt and parameters, whose blocks it hashes at once."""
     utils = importlib.import_module("vllm.v1.core.kv_cache_utils")
     sha256 = importlib.import_module("vllm.utils.hashing").sha256
     request_class = importlib.import_module("vllm.v1.request").Request
     params_class = importlib.import_module("vllm.sampling_params").SamplingParams
     utils.init_none_hash(sha256)
     block_hasher = utils.get_request_block_hasher(BLOCK_SIZE, sha256)
-    params = params_class(max_tokens=1000, ignore_eos=True, temperature=0)
-    params.update_from_generation_config({}, 2)
+
+    def make_params(max_tokens: int) -> Any:
+        params = params_class(max_tokens=max_tokens, ignore_eos=True, temperature=0)
+        params.update_from_generation_config({}, 2)
+        return params
+
+    def make(request_id: str, prompt: list[int], params: Any) -> Any:
+        return request_class(
+            request_id=request_id, prompt_token_ids=prompt, sampling_params=params, pooling_params=None, block_hasher=block_hasher
+        )
+
+    return make_params, make
+
+
+def add_requests(scheduler: Any, num_reqs: int) -> None:
+    make_params, make = request_maker()
+    params = make_params(1000)
     for index in range(num_reqs):
         prompt = [(index * 7 + position) % 40000 for position in range(PROMPT_LEN)]
-        scheduler.add_request(
-            request_class(
-                request_id=f"r{index}", prompt_token_ids=prompt, sampling_params=params, pooling_params=None, block_hasher=block_hasher
-            )
-        )
+        scheduler.add_request(make(f"r{index}", prompt, params))
+
+
+def measure_admission(prompt_len: int, *, model: str, num_requests: int = 400) -> dict[str, Any]:
+    scheduler = make_scheduler(-(-prompt_len // (BLOCK_SIZE * 10)) + 10, model)
+    answer_class = importlib.import_module("vllm.v1.outputs").ModelRunnerOutput
+    make_params, make = request_maker()
+    params = make_params(1)
+    spent_s: list[float] = []
+    for index in range(num_requests):
+        prompt = [1000 + position % 30000 for position in range(prompt_len)] + [index, index + 1]
+        start = time.thread_time()
+        scheduler.add_request(make(f"r{index}", prompt, params))
+        output = scheduler.schedule()
+        scheduled = time.thread_time()
+        assert index == 0 or output.scheduled_new_reqs[0].num_computed_tokens >= prompt_len - BLOCK_SIZE
+        answer = answer_class(req_ids=[f"r{index}"], req_id_to_index={f"r{index}": 0}, sampled_token_ids=[[5]])
+        answered = time.thread_time()
+        scheduler.update_from_output(output, answer)
+        spent_s.append(scheduled - start + time.thread_time() - answered)
+        assert not scheduler.running
+    return {
+        "engine": "vllm",
+        "prompt_len": prompt_len,
+        "admission_min_us": min(spent_s) * 1e6,
+        "admission_median_us": statistics.median(spent_s) * 1e6,
+    }
 
 
 def measure(num_reqs: int, *, model: str, num_steps: int) -> dict[str, Any]:
@@ -104,10 +143,14 @@ def main() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("num_reqs", type=int, nargs="+")
+    parser.add_argument("num_reqs", type=int, nargs="*")
     parser.add_argument("--num-steps", type=int, default=200)
     parser.add_argument("--model", required=True, help="a folder with a config.json")
+    parser.add_argument("--admission", type=int, nargs="+", default=[], metavar="PROMPT_LEN", help="admission of cached prompts")
     args = parser.parse_args()
+    for prompt_len in args.admission:
+        gc.collect()
+        print(json.dumps(measure_admission(prompt_len, model=args.model)), flush=True)
     for num_reqs in args.num_reqs:
         gc.collect()
         print(json.dumps(measure(num_reqs, model=args.model, num_steps=args.num_steps)), flush=True)
