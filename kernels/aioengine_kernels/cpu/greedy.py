@@ -12,9 +12,7 @@ from aioengine_kernels.cpu.kernels import CpuKernels
 from aioengine_kernels.cpu.packing import PackedMatrix, gather_rows
 
 # Instruction set -> the formats whose product is faster with 8-bit activations.
-_KINDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"portable": (), "avx2": ("Q4_0",), "avx512": ("Q4_0", "Q8_0", "Q6_K")}
-)
+_KINDS: Mapping[str, tuple[str, ...]] = MappingProxyType({"portable": (), "avx2": ("Q4_0",), "avx512": ("Q4_0", "Q8_0", "Q6_K")})
 _NARROW = ("Q4_0",)  # the others take one row no less time to read than two digits take to multiply
 _ROWS_AT_ONCE = 4096
 

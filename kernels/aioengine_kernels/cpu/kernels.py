@@ -156,7 +156,11 @@ class CpuKernels:
         _check_rows("x", x, (m, weight.columns))
         _check_rows("norms", norms, (weight.rows,))
         _check_rows("scores", scores, (m, weight.rows))
-        if out.dtype is not torch.int64 or out.shape != (m,) or not (out.is_contiguous() and norms.is_contiguous() and scores.is_contiguous()):
+        if (
+            out.dtype is not torch.int64
+            or out.shape != (m,)
+            or not (out.is_contiguous() and norms.is_contiguous() and scores.is_contiguous())
+        ):
             raise ValueError(f"out must be int64 [{m}], and all results contiguous; got {out.dtype} {list(out.shape)}")
         args = LinearArgs(
             isa=self._isa,
