@@ -77,7 +77,7 @@ def test_ties_and_near_ties(kernels: CpuKernels, kind: str) -> None:
         rows, columns = 3000, 256
         matrix, first = near_ties(kind, rows, columns, rng)
         head = head_of(kernels, matrix)
-        x = hidden_rows(20, columns, rng)
+        x = hidden_rows(200, columns, rng)
         towards = gather_rows(matrix, torch.tensor([first]))  # so that one of them wins
         x += towards * (x.norm(dim=1, keepdim=True) / towards.norm())
         exact = kernels.linear(x, matrix)
@@ -88,8 +88,8 @@ def test_ties_and_near_ties(kernels: CpuKernels, kind: str) -> None:
             got = columns_of(head, pair, rows)
             assert got is None or got == exact_columns(kernels, matrix, pair)
             num_decided += got is not None
-    assert num_close > 5, "no row here is close enough for rounding to matter"
-    assert num_decided > 200
+    assert num_close >= 3, "no row here is close enough for rounding to matter"
+    assert num_decided > 1600
 
 
 def test_the_first_of_equal_columns(kernels: CpuKernels) -> None:
