@@ -81,3 +81,10 @@ class CausalLM(nn.Module):
     @abstractmethod
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [n, hidden_size] -> [n, vocab_size] float32."""
+
+    def greedy_tokens(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """hidden [n, hidden_size] -> [n] int64: the arg-max of each row of `compute_logits`, the first of equal logits.
+
+        None if `compute_logits` has to say: where nothing is faster, and where a logit is not finite.
+        """
+        return None

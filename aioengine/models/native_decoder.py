@@ -31,7 +31,7 @@ from aioengine.printable import get_logger
 
 if TYPE_CHECKING:
     from aioengine.attention.base import AttentionBackend
-    from aioengine_kernels.cpu import FusedMatrix, LayerWeights, NativeDecoder, PackedAdapter, PackedMatrix
+    from aioengine_kernels.cpu import FusedMatrix, GreedyHead, LayerWeights, NativeDecoder, PackedAdapter, PackedMatrix
 
 logger = get_logger(__name__)
 
@@ -114,6 +114,7 @@ class NativeDecoderForCausalLM(CausalLM):
         self._layers: list[LayerWeights] = []
         self._embedding: PackedMatrix | None = None
         self._head: PackedMatrix | None = None
+        self._greedy_head: GreedyHead | None = None  # in fast mode, for the head's format
         self._final_norm = torch.empty(0)
         self._adapters: dict[str, PackedAdapter] = {}
         self._logits_memory = ReusedMemory()
@@ -151,6 +152,10 @@ class NativeDecoderForCausalLM(CausalLM):
         self._final_norm = source.vector("model.norm.weight", hidden)
         self._layers = [self._load_layer(source, f"model.layers.{i}", hidden, size, heads, kv_heads) for i in range(c.num_layers)]
         source.check_used_up()
+        if self.fast:
+            from aioengine_kernels.cpu import GreedyHead
+
+            self._greedy_head = GreedyHead.build(self._kernels, self._head)
 
     def _load_layer(self, source: _Checkpoint, path: str, hidden: int, size: int, heads: int, kv_heads: int) -> LayerWeights:
         from aioengine_kernels.cpu import LayerWeights
@@ -246,6 +251,12 @@ class NativeDecoderForCausalLM(CausalLM):
         # what greedy output loses), and it is only computed where a token is sampled.
         logits = self._logits_memory.take(hidden.shape[0], self._head.rows)
         return self._kernels.linear(hidden.contiguous(), self._head, fast=False, out=logits)
+
+    def greedy_tokens(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        if self._greedy_head is None:
+            return None
+        assert self._head is not None, "load_weights() comes first"
+        return self._greedy_head.columns(hidden.contiguous(), scores=self._logits_memory.take(hidden.shape[0], self._head.rows))
 
 
 class _Checkpoint:

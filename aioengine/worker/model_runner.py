@@ -267,6 +267,8 @@ class ModelRunner:
         bitmasks = {} if grammar_output is None else grammar_output.bitmasks
         rows = enumerate(batch.req_ids[row] for row in batch.sampled_np.tolist()) if bitmasks else ()
         masks = {i: bitmasks[req_id] for i, req_id in rows if req_id in bitmasks}
+        if self._pipeline.takes_argmax(batch, bitmasks=masks) and (token_ids := self._model.greedy_tokens(hidden_states)) is not None:
+            return self._pipeline.keep_argmax(token_ids, batch)
         try:
             return self._pipeline.sample(self._model.compute_logits(hidden_states), batch, bitmasks=masks)
         except Exception as exc:  # of one request, as a rule: the others must not pay for it

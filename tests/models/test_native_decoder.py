@@ -179,6 +179,22 @@ def test_logits_equal_the_torch_model(name: str, kind: str) -> None:
         assert torch.equal(logits_of(model, cpu, [3, 1, 1, 29, 6]), got)
 
 
+@pytest.mark.parametrize("kind", ["Q8_0", "dense"])
+def test_greedy_tokens_are_the_arg_max_of_the_logits(kind: str) -> None:
+    from aioengine_kernels.cpu import supported_isas
+
+    for fast in (False, True):
+        model, _ = native(CONFIGS["llama"], fast=fast)
+        model.load_weights(checkpoint(CONFIGS["llama"], kind))
+        hidden = torch.randn(9, CONFIGS["llama"].hidden_size, generator=torch.Generator().manual_seed(3))
+        tokens = model.greedy_tokens(hidden)
+        if fast and kind == "Q8_0" and supported_isas()[-1] == "avx512":
+            assert tokens is not None
+            assert tokens.tolist() == model.compute_logits(hidden).argmax(dim=-1).tolist()
+        elif not fast or kind == "dense":
+            assert tokens is None
+
+
 def checkpoint_with(config: DecoderConfig, kinds: dict[str, str]) -> tuple[list[Stored], int]:
     """A Q4_1 checkpoint in which the named projections of every layer are stored otherwise, and the bytes of all matrices."""
     rng, tensors = np.random.default_rng(1), []

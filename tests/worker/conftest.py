@@ -83,6 +83,9 @@ class TinyModel(nn.Module):
         self.num_logits_rows += len(hidden)
         return hidden @ self.head
 
+    def greedy_tokens(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        return None
+
 
 class Driver:
     """Plays the scheduler for one runner, with full knowledge: it plans steps by hand and checks nothing itself."""

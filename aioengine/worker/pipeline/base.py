@@ -63,6 +63,14 @@ class StepPipeline(ABC):
         Of a request with draft tokens, which has several rows, the tokens up to the first that differs from its draft token.
         """
 
+    def takes_argmax(self, batch: InputBatch, *, bitmasks: Mapping[int, bytes]) -> bool:
+        """Whether `keep_argmax` may stand for `sample`: every row's token is its largest logit's, and nothing else is wanted."""
+        return False
+
+    def keep_argmax(self, token_ids: torch.Tensor, batch: InputBatch) -> SampledRows | Pending[SampledRows]:
+        """What `sample` gives for rows whose largest logits are those of token_ids [num_rows] int64. Only where `takes_argmax`."""
+        raise NotImplementedError(f"{type(self).__name__} samples from logits")
+
     def sample_after_failure(
         self, failure: Exception, logits: torch.Tensor, batch: InputBatch, *, bitmasks: Mapping[int, bytes]
     ) -> SampledRows | Pending[SampledRows]:

@@ -50,6 +50,16 @@ class HostPipeline(StepPipeline):
         output = self._sample(logits, slots, output_indices, bitmasks, self._processor_rows(req_ids, slots, batch))
         return self._keep(batch, req_ids, slots, output)
 
+    def takes_argmax(self, batch: InputBatch, *, bitmasks: Mapping[int, bytes]) -> bool:
+        if bitmasks or self._processors:
+            return False
+        _, slots, output_indices = sampled_rows(batch, self._states)
+        return self._states.sampling.take_argmax(slots, output_indices)
+
+    def keep_argmax(self, token_ids: torch.Tensor, batch: InputBatch) -> SampledRows:
+        req_ids, slots, _ = sampled_rows(batch, self._states)
+        return self._keep(batch, req_ids, slots, SamplerOutput(token_ids))
+
     def sample_after_failure(
         self, failure: Exception, logits: torch.Tensor, batch: InputBatch, *, bitmasks: Mapping[int, bytes]
     ) -> SampledRows:

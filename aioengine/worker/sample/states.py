@@ -78,6 +78,15 @@ class SamplingStates:
         """The slot's request is gone: nothing of it must cost the others time."""
         self._logit_edits.pop(slot, None)
 
+    def take_argmax(self, slots: SlotArray, output_indices: npt.NDArray[np.int64]) -> bool:
+        """Whether all these rows take the largest logit as the model gave it, and nothing else is wanted of the logits."""
+        return not (
+            (self.temperature[slots] > 0).any()
+            or (self.num_logprobs[slots] >= 0).any()
+            or (output_indices < self.min_tokens[slots]).any()
+            or (self._logit_edits and any(slot in self._logit_edits for slot in slots.tolist()))
+        )
+
     def gather(self, slots: SlotArray, output_indices: npt.NDArray[np.int64]) -> SamplingBatch:
         """The rows `slots` [n], which are about to sample their `output_indices`-th [n] token.
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from aioengine_kernels.cpu.decoder import AdaptedRows, DecoderShape, GroupInputs, LayerWeights, NativeDecoder
+    from aioengine_kernels.cpu.greedy import GreedyHead
     from aioengine_kernels.cpu.kernels import CpuKernels, KvCacheFormat, load_kernels
     from aioengine_kernels.cpu.library import ISAS, pin_thread, status, supported_isas
     from aioengine_kernels.cpu.low_rank import PackedAdapter
@@ -21,6 +22,7 @@ _HOMES = {
     "KvCacheFormat": "kernels",
     "DecoderShape": "decoder",
     "FusedMatrix": "packing",
+    "GreedyHead": "greedy",
     "GroupInputs": "decoder",
     "ISAS": "library",
     "LayerWeights": "decoder",
@@ -39,6 +41,7 @@ __all__ = [
     "CpuKernels",
     "DecoderShape",
     "FusedMatrix",
+    "GreedyHead",
     "GroupInputs",
     "KvCacheFormat",
     "LayerWeights",

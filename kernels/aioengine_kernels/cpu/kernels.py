@@ -141,6 +141,43 @@ class CpuKernels:
             first += part.rows
         return out
 
+    def find_largest(
+        self,
+        x: torch.Tensor,  # [m, columns] float32
+        weight: PackedMatrix,
+        *,
+        norms: torch.Tensor,  # [rows] float32: none below the norm of the row's weights
+        largest_norm: float,
+        scores: torch.Tensor,  # [m, rows] float32, contiguous; overwritten
+        out: torch.Tensor,  # [m] int64, contiguous: the column with the largest number of each row of x W^T, the first of equal ones
+    ) -> bool:
+        """False, with nothing of use in `out`, if only the exact product can tell. See `greedy.GreedyHead`."""
+        m = x.shape[0]
+        _check_rows("x", x, (m, weight.columns))
+        _check_rows("norms", norms, (weight.rows,))
+        _check_rows("scores", scores, (m, weight.rows))
+        if (
+            out.dtype is not torch.int64
+            or out.shape != (m,)
+            or not (out.is_contiguous() and norms.is_contiguous() and scores.is_contiguous())
+        ):
+            raise ValueError(f"out must be int64 [{m}], and all results contiguous; got {out.dtype} {list(out.shape)}")
+        args = LinearArgs(
+            isa=self._isa,
+            fast=True,
+            format=weight.format,
+            num_threads=self.num_threads,
+            m=m,
+            n=weight.rows,
+            k=weight.columns,
+            weights=weight.data.data_ptr(),
+            x=x.data_ptr(),
+            ldx=x.stride(0),
+            y=scores.data_ptr(),
+            ldy=weight.rows,
+        )
+        return bool(self._library.aio_greedy(args, norms.data_ptr(), largest_norm, out.data_ptr()))
+
     def rms_norm(
         self,
         x: torch.Tensor,  # [m, n] float32

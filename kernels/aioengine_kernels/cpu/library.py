@@ -20,7 +20,7 @@ from aioengine_kernels.cpu.abi import (
     layout_difference,
 )
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 ISAS = ("portable", "avx2", "avx512")  # the index is the number in the C ABI
 ISA_VARIABLE = "AIOENGINE_CPU_ISA"
 
@@ -34,6 +34,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "aio_layout": (ctypes.c_char_p, (_L, ctypes.POINTER(ctypes.c_char_p), ctypes.POINTER(_L))),
     "aio_pin_thread": (_I, (_P, _L)),
     "aio_linear": (None, (ctypes.POINTER(LinearArgs),)),
+    "aio_greedy": (_I, (ctypes.POINTER(LinearArgs), _P, ctypes.c_float, _P)),
     "aio_attention": (None, (ctypes.POINTER(AttentionArgs),)),
     "aio_rope_cache": (None, (ctypes.POINTER(RopeCacheArgs),)),
     "aio_rms_norm": (None, (ctypes.POINTER(RmsNormArgs),)),

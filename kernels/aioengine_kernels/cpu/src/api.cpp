@@ -23,7 +23,7 @@ using aio::kAvx2, aio::kAvx512, aio::kPortable;
 extern "C" {
 
 // Changes with every change of an argument list; of the structures every field is compared (layout.cpp).
-AIO_EXPORT int32_t aio_abi_version() { return 5; }
+AIO_EXPORT int32_t aio_abi_version() { return 6; }
 
 AIO_EXPORT int32_t aio_supports(int32_t isa) {
   if (isa == kPortable) return 1;
@@ -42,6 +42,10 @@ AIO_EXPORT void aio_linear(const aio::LinearArgs* args) {
   const aio::Kernels& kernels = aio::kernels_of(args->isa);
   if (args->fast) kernels.linear_fast(args);
   else kernels.linear_exact(args);
+}
+
+AIO_EXPORT int32_t aio_greedy(const aio::LinearArgs* args, const float* norms, float largest_norm, int64_t* columns) {
+  return aio::kernels_of(args->isa).greedy(args, norms, largest_norm, columns);
 }
 
 AIO_EXPORT void aio_attention(const aio::AttentionArgs* args) { aio::kernels_of(args->isa).attention(args); }

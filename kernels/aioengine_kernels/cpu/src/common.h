@@ -206,6 +206,7 @@ struct PeakArgs {
 struct Kernels {
   void (*linear_exact)(const LinearArgs*);
   void (*linear_fast)(const LinearArgs*);
+  int32_t (*greedy)(const LinearArgs*, const float* norms, float largest_norm, int64_t* columns);  // greedy.h
   void (*attention)(const AttentionArgs*);
   void (*rope_cache)(const RopeCacheArgs*);
   void (*rms_norm)(const RmsNormArgs*);

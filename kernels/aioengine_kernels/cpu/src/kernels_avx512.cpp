@@ -16,12 +16,14 @@ namespace {
 
 #include "linear.h"
 
+#include "greedy.h"
+
 #include "attention.h"
 
 #include "fused.h"
 
 #include "peak.h"
 }  // namespace
-extern const Kernels kAvx512Kernels = {linear_exact, linear_fast, attention, rope_cache, rms_norm, silu_mul, gelu_mul, peak};
+extern const Kernels kAvx512Kernels = {linear_exact, linear_fast, greedy, attention, rope_cache, rms_norm, silu_mul, gelu_mul, peak};
 }  // namespace aio
 #endif
