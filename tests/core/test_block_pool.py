@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from aioengine.config import CacheConfig
-from aioengine.core.block_hash import hash_block, hash_blocks, root_hash, salt_bytes
+from aioengine.core.block_hash import HashMemo, hash_block, hash_blocks, root_hash, salt_bytes
 from aioengine.core.block_pool import BlockPool, FreeBlockQueue
 from aioengine.core.kv_cache_manager import KVCacheManager
 from aioengine.core.request_queue import RequestQueue
@@ -177,3 +177,14 @@ def test_changes_tell_which_blocks_became_findable_and_still_are() -> None:
     assert changes.cached == []
     assert sorted(changes.evicted) == sorted([first, second])
     assert pool.take_changes().cached == []
+
+
+def test_the_memo_gives_the_hashes_that_a_prompt_has_whatever_came_before() -> None:
+    memo, root = HashMemo(2, max_blocks=40), root_hash("a")
+    common = list(range(30))
+    for prompt in (common, [*common, 7], [*common[:21], 99, *common[22:]], common[:19], [5, *common], [*common, *common], common):
+        for parent, extra in ((root, b""), (root, b"salt"), (b"another", b"")):
+            for _ in range(2):
+                hashes = memo.hash_blocks(parent, prompt, extra=extra)
+                assert hashes == hash_blocks(parent, prompt, block_size=2, extra=extra)
+                hashes.append(b"a request goes on")
