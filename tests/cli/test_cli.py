@@ -143,7 +143,7 @@ def test_every_engine_setting_has_an_option() -> None:
         kv_cache_dtype="float16",
         logprobs_mode="raw_logits",
         logits_processors=("a:b", "c:d"),
-        loras={"sql": "a/b=c", "legal": "d"},
+        loras=(("sql", "a/b=c"), ("legal", "d")),
         num_speculative_tokens=5,
         prompt_lookup_min=1,
         prompt_lookup_max=6,
