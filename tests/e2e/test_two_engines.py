@@ -15,11 +15,11 @@ PROMPTS = [[1 + (7 * i + j) % 200 for j in range(3 + 9 * i)] for i in range(6)]
 
 async def run(engine: AsyncEngine) -> list[tuple[int, ...]]:
     async def tokens(prompt: list[int]) -> tuple[int, ...]:
-        output: RequestOutput | None = None
+        last: RequestOutput | None = None
         async for output in engine.generate(prompt, SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)):
-            pass
-        assert output is not None
-        return tuple(output.outputs[0].token_ids)
+            last = output
+        assert last is not None
+        return tuple(last.outputs[0].token_ids)
 
     return await asyncio.gather(*map(tokens, PROMPTS))
 
