@@ -82,7 +82,7 @@ def test_a_system_that_keeps_no_thread_on_a_core_says_so(monkeypatch: pytest.Mon
 
 def test_each_rank_has_its_own_share() -> None:
     model = replace(make_model_info(), num_heads=6, num_kv_heads=3)
-    engine = EngineConfig(cpu_affinity="1-7", tensor_parallel_size=3)
+    engine = EngineConfig(cpu_affinity=tuple(range(1, 8)), tensor_parallel_size=3)
     config = engine.resolve(model, cuda_available=False, free_memory_bytes=1 << 30)
     assert config.worker.num_threads == 2
     assert [config_of_rank(config, RankOf3(rank)).worker.cpu_affinity for rank in range(3)] == [(1, 2), (3, 4), (5, 6)]
