@@ -20,7 +20,6 @@ from aioengine.commands.cache_options import add_cache
 from aioengine.commands.replay_options import add_replay
 from aioengine.commands.structured_output_options import add_structured_output_options
 from aioengine.commands.top_arguments import add_top
-from aioengine.commands.torch_ahead import open_torch_ahead
 from aioengine.errors import AioEngineError
 from aioengine.printable import PrintableFormatter, printable
 
@@ -173,7 +172,6 @@ def _generate(args: argparse.Namespace, start_time: float) -> None:
     if not prompt:
         args.parser.error("the prompt is empty")
 
-    open_torch_ahead()
     from aioengine.commands.generate import GenerateSettings, generate
 
     generate(
@@ -216,7 +214,6 @@ examples:
 def _chat(args: argparse.Namespace, start_time: float) -> None:
     config, params = options.engine_config(args), options.sampling_params(args)
 
-    open_torch_ahead()
     from aioengine.commands.chat import ChatSettings, chat
 
     chat(ChatSettings(config=config, params=params, system=args.system, publish=options.publish_options(args), stats=args.stats))
@@ -273,7 +270,6 @@ def _serve(args: argparse.Namespace, start_time: float) -> None:
     except ImportError as exc:
         args.parser.error(f"{exc}: the server needs its extra: pip install 'aioengine[server]'")
 
-    open_torch_ahead()
     from aioengine.commands.serve import ServeCommand, read_answers, serve
 
     serve(
@@ -322,7 +318,6 @@ def _demo(args: argparse.Namespace, start_time: float) -> None:
 
     config, params = options.engine_config(args), SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
 
-    open_torch_ahead()
     from aioengine.commands.demo import DemoSettings, demo
 
     demo(DemoSettings(config=config, params=params, publish=options.publish_options(args), plain=args.plain, start_time=start_time))

@@ -84,16 +84,6 @@ def test_a_word_that_is_no_command_is_answered_with_those_that_are(capsys: pytes
     assert "'generate', 'chat', 'serve', 'demo', 'top', 'replay', 'bench'" in capsys.readouterr().err
 
 
-@pytest.mark.skipif("sys.platform != 'linux'")
-def test_torchs_library_is_opened_without_importing_torch() -> None:
-    code = (
-        "import sys, threading; from aioengine.commands.torch_ahead import open_torch_ahead; open_torch_ahead()\n"
-        "for thread in threading.enumerate()[1:]: thread.join()\n"
-        "print('libtorch_cpu.so' in open('/proc/self/maps').read(), 'torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "True False\n"
-
-
 def _cpu_seconds_of_children() -> float:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
