@@ -35,7 +35,8 @@ def give_tokens(driver: Any) -> list[int]:
 
     def tokens_of(hidden: torch.Tensor) -> torch.Tensor:
         asked.append(len(hidden))
-        return (hidden @ driver.model.head).argmax(dim=-1)
+        logits: torch.Tensor = hidden @ driver.model.head
+        return logits.argmax(dim=-1)
 
     driver.model.greedy_tokens = tokens_of
     return asked
