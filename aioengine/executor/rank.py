@@ -23,6 +23,7 @@ from aioengine.distributed.group import SINGLE_RANK, Group, join_group, open_sto
 from aioengine.executor.rank_messages import MEET, PING, PREPARE, RankStart, dump, fingerprint, load, portable
 from aioengine.executor.uniproc import UniProcExecutor, WorkerProtocol
 from aioengine.executor.worker_thread import WorkerThread
+from aioengine.printable import get_logger
 
 if TYPE_CHECKING:
     from aioengine.worker.worker import Worker
@@ -130,7 +131,7 @@ class _Rank:
 
     def _forward_log(self) -> None:
         """To the executor's process, whose handlers decide. All ranks see the same: what is no error, rank 0 tells."""
-        logger = logging.getLogger("aioengine")
+        logger = get_logger("aioengine")
         logger.setLevel(self._start.log_level if self._start.rank == 0 else max(self._start.log_level, logging.ERROR))
         logger.addHandler(_ForwardHandler(self._send))
         logger.propagate = False

@@ -7,7 +7,6 @@ of them ends, fails alone, or hangs.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import socket
 import threading
@@ -420,4 +419,4 @@ def is_process_stopped(pid: int) -> bool:
 
 def log_level() -> int:
     """That of this process, for the ranks."""
-    return logging.getLogger("aioengine").getEffectiveLevel()
+    return get_logger("aioengine").getEffectiveLevel()
