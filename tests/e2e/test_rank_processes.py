@@ -98,12 +98,14 @@ async def test_a_rank_that_is_killed_ends_the_engine_with_its_name(tiny_model: P
     assert re.search(r"rank 1 of 2 \(process \d+\) was killed by SIGKILL", cause), cause
 
 
+@pytest.mark.slow
 @pytest.mark.ci
 async def test_a_rank_that_is_stopped_ends_the_engine_with_its_name(tiny_model: Path) -> None:
     cause = await dies_of(tiny_model, lambda _: os.kill(rank_pids()[1], signal.SIGSTOP), within_s=10)
     assert re.search(r"rank 1 of 2 \(process \d+\) has not answered for \d+ s: it is stopped", cause), cause
 
 
+@pytest.mark.slow
 @pytest.mark.ci
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_an_exception_in_one_rank_ends_the_engine_with_it(rank: int, tiny_model: Path) -> None:
@@ -116,6 +118,7 @@ async def test_an_exception_in_one_rank_ends_the_engine_with_it(rank: int, tiny_
     assert "ZeroDivisionError: this rank alone" in cause, cause
 
 
+@pytest.mark.slow
 @pytest.mark.ci
 async def test_an_idle_engine_notices_that_a_rank_is_gone(tiny_model: Path) -> None:
     async with make_engine(tiny_model) as engine:
@@ -133,6 +136,7 @@ async def test_an_idle_engine_notices_that_a_rank_is_gone(tiny_model: Path) -> N
             await engine.generate_batch([[5]], GREEDY, progress=False)
 
 
+@pytest.mark.slow
 @pytest.mark.ci
 async def test_what_a_rank_refuses_is_raised_as_it_is(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match="the KV cache of one request of max_model_len"):
@@ -152,6 +156,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.ci
 def test_ranks_end_with_the_process_that_started_them(tiny_model: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -171,6 +176,7 @@ def test_ranks_end_with_the_process_that_started_them(tiny_model: Path) -> None:
 FULL = 'mount -t tmpfs -o size=64k tmpfs /dev/shm && (cat /dev/zero > /dev/shm/all 2> /dev/null; exec "$@")'
 
 
+@pytest.mark.slow
 @pytest.mark.ci
 def test_ranks_need_no_shared_memory(tiny_model: Path) -> None:
     """In a mount namespace whose /dev/shm is full."""
@@ -214,6 +220,7 @@ async def test_two_ranks_of_the_built_in_model_are_refused_with_the_reason() -> 
         await AsyncEngine("smollm2", tensor_parallel_size=2).start()
 
 
+@pytest.mark.slow
 @pytest.mark.ci
 async def test_a_thousand_aborts_leave_nothing_in_any_rank(tiny_model: Path) -> None:
     async with make_engine(tiny_model) as engine:

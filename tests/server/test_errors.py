@@ -19,6 +19,7 @@ TABLE = [
     (errors.EngineOverloadedError("m"), 429, "rate_limit_error", "rate_limit_error"),
     (errors.RequestTimeoutError("m"), 504, "timeout_error", "timeout_error"),
     (errors.EngineDeadError("m"), 500, "server_error", "api_error"),
+    (errors.RankLostError("m"), 500, "server_error", "api_error"),
     (errors.StepTimeoutError("m"), 500, "server_error", "api_error"),
     (errors.RankLostError("m"), 500, "server_error", "api_error"),
     (errors.ModelError("m"), 500, "server_error", "api_error"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -147,6 +148,17 @@ def test_blocks_before_the_window_are_not_read(kernels: CpuKernels, randn: Randn
     want = batch.attend(kernels, [0], sliding_window=50)[0]
     batch.table[0, : (200 - 2 - 50 + 1) // 16] = 2**30
     assert torch.equal(batch.attend(kernels, [0], sliding_window=50)[0], want)
+
+
+@pytest.mark.parametrize("window", [50, 51])  # one of which begins in the middle of a pair
+@pytest.mark.parametrize("kind", KINDS)
+def test_slots_before_the_window_may_hold_anything(kernels: CpuKernels, kind: str, window: int, randn: Randn) -> None:
+    batch = make_batch(randn, [(1, 200)], kind=kind)
+    batch.write(kernels)
+    want = batch.attend(kernels, [0], sliding_window=window)[0]
+    batch.key[0][: 200 - window] = batch.value[0][: 200 - window] = math.nan
+    batch.write(kernels)
+    assert torch.equal(batch.attend(kernels, [0], sliding_window=window)[0], want)
 
 
 @pytest.mark.parametrize("cap", [0.5, 30.0])
