@@ -1,4 +1,4 @@
-"""Settings: what the user may say (`EngineConfig`), and what follows from it (`ResolvedConfig`).
+"""Settings: what the user may say (`EngineConfig`). What follows from it is in `resolved_config`.
 
 Resolve, then construct: `EngineConfig.resolve()` decides every "auto" once, from the model's facts. What is only known
 later (the number of KV blocks) is an argument to whoever needs it and never written back.
@@ -8,225 +8,47 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from aioengine.checks.cores import check_cores, format_cores, read_cores
-from aioengine.checks.settings import INT64_MAX, docstring, read_text, setting, settings_of
-from aioengine.checks.values import listed, number, shorten
+from aioengine.checks.engine_settings import (
+    MAX_GPU_MEMORY_UTILIZATION,
+    read_device,
+    read_logits_processors,
+    read_loras,
+    read_seconds,
+    read_share,
+)
+from aioengine.checks.settings import INT64_MAX, docstring, setting, settings_of
 from aioengine.errors import ConfigError
-from aioengine.kv_cache_groups import KVCacheGroup, group_layers, longest_request
+from aioengine.kv_cache_groups import group_layers
 from aioengine.printable import get_logger
+from aioengine.resolved_config import (
+    DEFAULT_CPU_KV_CACHE_BYTES,
+    DEFAULT_KV_CACHE_DIR_BYTES,
+    AdmissionConfig,
+    CacheConfig,
+    DeviceType,
+    ExecutorBackend,
+    LogprobsMode,
+    ModelInfo,
+    ParallelConfig,
+    ResolvedConfig,
+    SchedulerConfig,
+    SchedulingPolicy,
+    WorkerConfig,
+)
 
 logger = get_logger(__name__)
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-DeviceType = Literal["cpu", "cuda"]
-SchedulingPolicy = Literal["fcfs", "priority", "sjf"]
-LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 Weights = Literal["auto", "dense", "exact", "fast"]
-ExecutorBackend = Literal["uniproc", "multiproc", "ray"]
 KvCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"]
 
-_MAX_GPU_MEMORY_UTILIZATION = 0.97  # the driver, libraries and the allocator's gaps need the rest while serving
-_MAX_LOGITS_PROCESSORS = 64
-MAX_LORAS = 256  # at once
-MAX_LORA_NAME_CHARS = 256
 _DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 # A chunk of this size keeps one step of a 135M model under a second on two cores, so that others keep streaming.
 _DEFAULT_MAX_NUM_BATCHED_TOKENS_CPU = 512
-_DEFAULT_CPU_KV_CACHE_BYTES = 1 << 30
-_DEFAULT_KV_CACHE_DIR_BYTES = 10 << 30
-GIB = 1 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """The facts of a model that settings are resolved against. Read from its files, never guessed."""
-
-    name: str
-    path: str
-    architecture: str
-    vocab_size: int
-    max_position_embeddings: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: str  # of the weights as stored or dequantized: float32, bfloat16, float16
-    eos_token_ids: frozenset[int]
-    bos_token_id: int | None = None
-    sliding_window: int | None = None  # of all layers, unless `layer_windows` tells them apart
-    layer_windows: tuple[int | None, ...] = ()  # of each layer, where they differ; None: it sees everything
-    is_quantized: bool = False  # its matrices are stored in blocks of few bits
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """The sliding window of each layer; None: it sees everything."""
-        return self.layer_windows or (self.sliding_window,) * self.num_layers
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    enable_chunked_prefill: bool = True
-    long_prefill_token_threshold: int = 0  # 0: no limit on one request's share of a step
-    policy: SchedulingPolicy = "fcfs"
-    async_scheduling: bool = True
-    # Up to num_speculative_tokens draft tokens from n-grams; 0: none. The n-gram's length is in [min, max].
-    num_speculative_tokens: int = 0
-    prompt_lookup_min: int = 2
-    prompt_lookup_max: int = 4
-    fit_max_model_len: bool = False  # the user left max_model_len open: it becomes what the KV cache holds, if that is less
-
-    @property
-    def max_concurrent_batches(self) -> int:
-        """Steps in flight at once: two overlap the host's work with the device's."""
-        return 2 if self.async_scheduling else 1
-
-
-@dataclass(frozen=True, slots=True)
-class AdmissionConfig:
-    """What the engine takes in, and how long it waits; None: no limit."""
-
-    max_num_queued_reqs: int | None = None  # waiting ones, not those that run
-    max_num_queued_tokens: int | None = None  # prompt tokens of the waiting ones
-    step_timeout_s: float | None = None  # a step that takes longer ends the engine
-
-
-@dataclass(frozen=True, slots=True)
-class CacheConfig:
-    block_size: int
-    enable_prefix_caching: bool = True
-    prefix_caching_seed: str | None = None  # None: a random one a process, so that hashes cannot be predicted
-    num_kv_cache_blocks: int | None = None  # None: as many as the memory below allows
-    kv_cache_memory_bytes: int = _DEFAULT_CPU_KV_CACHE_BYTES
-    gpu_memory_utilization: float = 0.9
-    zero_new_blocks: bool = False
-    kv_cache_dir: str | None = None  # where blocks are kept that leave the cache; None: nowhere
-    kv_cache_dir_bytes: int = _DEFAULT_KV_CACHE_DIR_BYTES
-    has_kv_connector: bool = False  # blocks that leave the cache are told of, and may be loaded again
-    kv_cache_groups: tuple[KVCacheGroup, ...] = (KVCacheGroup((0,)),)  # what each entry of a request's `block_ids` is for
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerConfig:
-    device: DeviceType
-    dtype: str
-    device_index: int | None = None  # of several GPUs; None: the current one
-    kv_cache_dtype: str = "float32"
-    weights: Literal["dense", "exact", "fast"] = "dense"
-    allow_dense: bool = False  # the user left `weights` open: dense if the machine or the model does not allow the others
-    attention_backend: str = "auto"
-    enforce_eager: bool = False
-    num_threads: int | None = None
-    cpu_affinity: tuple[int, ...] | None = None  # the only cores that the worker's threads run on; of several ranks each has its share
-    logprobs_mode: LogprobsMode = "raw_logprobs"
-    logits_processors: tuple[str, ...] = ()  # "module:name" of batch-level processors
-    loras: tuple[tuple[str, str], ...] = ()  # names and folders of adapters that are loaded at start
-
-
-@dataclass(frozen=True, slots=True)
-class ParallelConfig:
-    """Where the model runs: in a thread of this process, or in ranks, each a process with a part of it."""
-
-    tensor_parallel_size: int = 1
-    distributed_executor_backend: ExecutorBackend = "uniproc"
-
-
-@dataclass(frozen=True, slots=True)
-class ResolvedConfig:
-    """Every setting decided. Each part goes to whom it concerns."""
-
-    model: ModelInfo
-    scheduler: SchedulerConfig
-    cache: CacheConfig
-    worker: WorkerConfig
-    admission: AdmissionConfig
-    seed: int | None
-    check_invariants: bool
-    parallel: ParallelConfig = ParallelConfig()
-
-    def with_prefix_caching_seed(self, seed: str) -> ResolvedConfig:
-        """With that seed of the block hashes where the user gave none: a run can then be repeated with the same hashes."""
-        if self.cache.prefix_caching_seed is not None:
-            return self
-        return dataclasses.replace(self, cache=dataclasses.replace(self.cache, prefix_caching_seed=seed))
-
-    def fitted(self, num_kv_cache_blocks: int) -> ResolvedConfig:
-        """With max_model_len="auto" as long as a request can be in a cache of that many blocks, the null block included.
-
-        A length or a number of blocks that the user gave stays as it is.
-        """
-        scheduler, cache = self.scheduler, self.cache
-        num_tokens = longest_request(
-            cache.kv_cache_groups,
-            num_kv_cache_blocks - 1,
-            block_size=cache.block_size,
-            max_step_tokens=scheduler.max_num_batched_tokens,
-            limit=scheduler.max_model_len,
-        )
-        if not scheduler.fit_max_model_len or cache.num_kv_cache_blocks is not None or num_tokens >= scheduler.max_model_len:
-            return self
-        return dataclasses.replace(self, scheduler=dataclasses.replace(scheduler, max_model_len=num_tokens))
-
-
-def _read_device(name: str, value: object) -> str:
-    if not isinstance(value, str) or not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", value):
-        raise ConfigError(f'{name} must be auto, cpu, cuda or one of several GPUs, such as "cuda:1"; got {shorten(value)}')
-    return value
-
-
-def _read_share(name: str, value: object) -> float:
-    share = number(value)
-    if share is None or not 0 < share <= _MAX_GPU_MEMORY_UTILIZATION:
-        raise ConfigError(
-            f"{name} must be in (0, {_MAX_GPU_MEMORY_UTILIZATION}], got {shorten(value)}: "
-            "the driver and libraries take memory while serving"
-        )
-    return share
-
-
-def _read_seconds(name: str, value: object) -> float:
-    seconds = number(value)
-    if seconds is None or seconds <= 0:
-        raise ConfigError(f"{name} must be > 0 and finite, or None, got {shorten(value)}")
-    return seconds
-
-
-def _read_logits_processors(name: str, value: object) -> tuple[str, ...]:
-    names = listed(value, most=_MAX_LOGITS_PROCESSORS)
-    if names is None or len(names) > _MAX_LOGITS_PROCESSORS:
-        raise ConfigError(f'{name} must be a list of at most {_MAX_LOGITS_PROCESSORS} "module:name" strings, got {shorten(names)}')
-    return tuple(read_text(name, item) for item in names)
-
-
-def _read_loras(name: str, value: object) -> tuple[tuple[str, str], ...]:
-    items = listed(tuple(value.items()) if isinstance(value, Mapping) else value, most=MAX_LORAS)
-    if items is None or len(items) > MAX_LORAS:
-        raise ConfigError(f"{name} must map at most {MAX_LORAS} names to folders, got {shorten(value)}")
-    read: dict[str, str] = {}
-    for item in items:
-        pair = tuple(item.partition("=")[::2]) if isinstance(item, str) else item
-        if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(pair):
-            raise ConfigError(f"{name} must be NAME=FOLDER, or a mapping of names to folders, got {shorten(item)}")
-        lora, folder = read_lora_name(pair[0]), read_text(name, pair[1])
-        if lora in read:
-            raise ConfigError(f"{name} has {lora!r} twice")
-        read[lora] = folder
-    return tuple(read.items())
-
-
-def read_lora_name(value: object) -> str:
-    """The name of an adapter, as requests give it. Raises ConfigError."""
-    name = read_text("the name of an adapter", value)
-    if len(name) > MAX_LORA_NAME_CHARS:
-        raise ConfigError(f"the name of an adapter must have at most {MAX_LORA_NAME_CHARS} characters, got {len(name)}")
-    return name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +61,7 @@ class EngineConfig:
         unset="auto, float32 on CPU, the checkpoint's own on CUDA",
         more="What is stored in float32 runs in bfloat16 on CUDA: it would take twice the memory and several times the time.",
     )
-    device: str = setting("auto", "where the model runs: cpu, cuda or cuda:N", unset="auto, CUDA if there is one", read=_read_device)
+    device: str = setting("auto", "where the model runs: cpu, cuda or cuda:N", unset="auto, CUDA if there is one", read=read_device)
     weights: Weights = setting(
         "auto",
         "how the CPU multiplies: exact on the packed weights (some 1e-5 from float32); fast, with activations of mostly 8 bits; "
@@ -293,9 +115,9 @@ class EngineConfig:
     )
     gpu_memory_utilization: float = setting(
         0.9,
-        f"share of the GPU's memory to use, at most {_MAX_GPU_MEMORY_UTILIZATION}",
+        f"share of the GPU's memory to use, at most {MAX_GPU_MEMORY_UTILIZATION}",
         more="Weights, activations and KV cache together.",
-        read=_read_share,
+        read=read_share,
     )
     enable_prefix_caching: bool = setting(True, "reuse the KV cache of equal prompt beginnings", unset="yes")
     prefix_caching_seed: str | None = setting(None, "fixes the block hashes", unset="random, other ones in each process", may_be_empty=True)
@@ -307,7 +129,7 @@ class EngineConfig:
         "instead of computed. It tells what was asked: it is made for its owner alone.",
     )
     kv_cache_dir_bytes: int = setting(
-        _DEFAULT_KV_CACHE_DIR_BYTES, "most bytes that kv_cache_dir takes: the longest unused blocks go first", least=1 << 20, most=INT64_MAX
+        DEFAULT_KV_CACHE_DIR_BYTES, "most bytes that kv_cache_dir takes: the longest unused blocks go first", least=1 << 20, most=INT64_MAX
     )
     zero_new_blocks: bool = setting(
         False,
@@ -358,14 +180,14 @@ class EngineConfig:
         "a batch-level logits processor, MODULE:NAME",
         unset="none",
         more="A list of them; see aioengine/worker/sample/logits_processor.py.",
-        read=_read_logits_processors,
+        read=read_logits_processors,
     )
     loras: tuple[tuple[str, str], ...] = setting(
         (),
         "a LoRA adapter to load at start, NAME=FOLDER in PEFT's form",
         unset="none",
         more="A mapping of names to folders; see docs/models.md.",
-        read=_read_loras,
+        read=read_loras,
     )
     num_speculative_tokens: int = setting(
         0,
@@ -392,7 +214,7 @@ class EngineConfig:
         "end the engine if a step takes longer, in seconds",
         unset="no limit",
         more="A message says which step. Time counts while the worker has it, compiling kernels in the first steps included.",
-        read=_read_seconds,
+        read=read_seconds,
     )
 
     def __post_init__(self) -> None:
@@ -586,7 +408,7 @@ class EngineConfig:
 
 def default_kv_cache_bytes(free_memory_bytes: int) -> int:
     """Most memory for the KV cache on a CPU if the user gives no number."""
-    return min(_DEFAULT_CPU_KV_CACHE_BYTES, free_memory_bytes // 2)
+    return min(DEFAULT_CPU_KV_CACHE_BYTES, free_memory_bytes // 2)
 
 
 SETTINGS = settings_of(EngineConfig)

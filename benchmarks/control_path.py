@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from aioengine.checkpoint.files import ModelFiles
-from aioengine.config import EngineConfig, ResolvedConfig
+from aioengine.config import EngineConfig
 from aioengine.core.scheduler import Scheduler
 from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.executor.base import Executor
@@ -28,6 +28,7 @@ from aioengine.executor.rank_messages import dump
 from aioengine.executor.ranks import RanksExecutor
 from aioengine.executor.uniproc import UniProcExecutor
 from aioengine.outputs import ModelRunnerOutput
+from aioengine.resolved_config import ResolvedConfig
 from aioengine.testing.builders import make_model_info, make_request, make_scheduler
 from aioengine_bench.null_executor import StepSampler
 

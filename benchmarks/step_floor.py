@@ -21,9 +21,9 @@ import torch
 
 from aioengine import AsyncEngine, SamplingParams
 from aioengine.checkpoint.gguf import GGUFFile
-from aioengine.config import ModelInfo
 from aioengine.events.step_event import StepResultEvent
 from aioengine.models.info import resolve_model
+from aioengine.resolved_config import ModelInfo
 from aioengine_kernels.cpu.peak import measure_peak
 
 PROMPT_LEN = 128

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from aioengine.checks.cores import format_cores
-from aioengine.config import EngineConfig, WorkerConfig
+from aioengine.config import EngineConfig
 from aioengine.distributed.group import SingleRank
 from aioengine.errors import ConfigError
+from aioengine.resolved_config import WorkerConfig
 from aioengine.testing import make_model_info
 from aioengine.worker.device import create_device
 from aioengine.worker.rank_config import config_of_rank

@@ -12,13 +12,17 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # What each part may import of ours, besides itself. A part is a module or package right under `aioengine`, one of the
 # other packages by its short name, or the one module named here that others may know while its package is above them.
-BASE = {"errors", "printable", "checks", "config", "sampling_params", "outputs", "request", "kv_cache_groups", "pooling_params"}
+BASE = {
+    *("errors", "printable", "checks", "config", "resolved_config", "sampling_params", "pooling_params", "outputs", "request"),
+    "kv_cache_groups",
+}
 MODEL_SIDE = BASE | {"core", "kernels", "attention", "layers", "distributed"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "printable": set(),
     "checks": {"errors"},
-    "config": {"errors", "checks", "printable", "kv_cache_groups"},
+    "config": {"errors", "checks", "printable", "kv_cache_groups", "resolved_config"},
+    "resolved_config": {"errors", "printable", "kv_cache_groups"},
     "kv_cache_groups": set(),
     "sampling_params": {"errors", "checks"},
     "outputs": set(),

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioengine.config import EngineConfig, ResolvedConfig
+from aioengine.config import EngineConfig
 from aioengine.errors import ConfigError
 from aioengine.events.wire import WireHeader, decode_header, encode_header
 from aioengine.kv_cache_groups import KVCacheGroup, group_layers, num_layer_caches
 from aioengine.replay.recording import read_cache_config
+from aioengine.resolved_config import ResolvedConfig
 from aioengine.testing import make_model_info
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import Protocol
 
-from aioengine.config import SchedulerConfig
 from aioengine.core.block_hash import hash_block, in_group, salt_bytes
 from aioengine.core.block_pool import NULL_BLOCK_ID, BlockPool
 from aioengine.core.kv_cache_manager import KVCacheManager
@@ -17,6 +16,7 @@ from aioengine.core.ngram_proposer import NgramProposer
 from aioengine.core.request_queue import RequestQueue, scheduling_key
 from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.request import Request, RequestStatus
+from aioengine.resolved_config import SchedulerConfig
 
 
 class Books(Protocol):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from aioengine.config import CacheConfig
 from aioengine.core.block_hash import BlockHash, HashMemo, in_group, names_in_group, root_hash, salt_bytes, short_hash
 from aioengine.core.block_pool import NULL_BLOCK_ID, BlockPool
 from aioengine.core.group_managers import make_group_managers
@@ -12,6 +11,7 @@ from aioengine.core.prefix_cache_stats import PrefixCacheStats
 from aioengine.errors import ConfigError
 from aioengine.kv_cache_groups import longest_request, num_blocks_of_request
 from aioengine.request import Request
+from aioengine.resolved_config import CacheConfig
 
 
 class KVCacheManager:

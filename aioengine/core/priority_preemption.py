@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from aioengine.config import SchedulerConfig
 from aioengine.core.kv_cache_manager import KVCacheManager
 from aioengine.request import Request
+from aioengine.resolved_config import SchedulerConfig
 
 
 @dataclass(frozen=True, slots=True)

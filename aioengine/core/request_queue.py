@@ -5,8 +5,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
-from aioengine.config import SchedulingPolicy
 from aioengine.request import Request
+from aioengine.resolved_config import SchedulingPolicy
 
 SchedulingKey = tuple[int, int]
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Container
 
-from aioengine.config import SchedulerConfig
 from aioengine.core.kv_cache_manager import KVCacheManager
 from aioengine.core.ngram_proposer import NgramProposer
 from aioengine.core.priority_preemption import Claim, num_to_preempt
 from aioengine.core.request_queue import RequestQueue, SchedulingKey, scheduling_key
 from aioengine.core.scheduler_output import AdmissionStop, CachedRequestData, KVLoad, NewRequestData
 from aioengine.request import Request, RequestStatus
+from aioengine.resolved_config import SchedulerConfig
 
 
 class SchedulePass:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
-from aioengine.config import CacheConfig, SchedulerConfig
 from aioengine.core.block_hash import BlockHash
 from aioengine.core.invariants import check_scheduler
 from aioengine.core.kv_cache_manager import KVCacheManager
@@ -23,6 +22,7 @@ from aioengine.core.stop import check_stop, set_end_conditions
 from aioengine.errors import InvalidRequestError
 from aioengine.outputs import EngineCoreOutput, ModelRunnerOutput
 from aioengine.request import Request, RequestStatus
+from aioengine.resolved_config import CacheConfig, SchedulerConfig
 
 
 @dataclass(frozen=True, slots=True)

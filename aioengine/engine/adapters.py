@@ -8,10 +8,11 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from aioengine.config import MAX_LORAS, ResolvedConfig, read_lora_name
+from aioengine.checks.engine_settings import MAX_LORAS, read_lora_name
 from aioengine.errors import AioEngineError, ConfigError, InvalidRequestError
 from aioengine.executor.base import Executor
 from aioengine.request import Request
+from aioengine.resolved_config import ResolvedConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from aioengine.config import EngineConfig, ModelInfo, ResolvedConfig
+from aioengine.config import EngineConfig
 from aioengine.core.scheduler_output import SchedulerStats
 from aioengine.engine.adapters import LoadedLora
 from aioengine.engine.event_control import EngineController
@@ -37,6 +37,7 @@ from aioengine.executor.base import Executor
 from aioengine.kv_connector.base import KVConnectorStats
 from aioengine.outputs import EmbeddingOutput, RequestOutput
 from aioengine.pooling_params import Pooling, PoolingParams
+from aioengine.resolved_config import ModelInfo, ResolvedConfig
 from aioengine.sampling_params import SamplingParams
 
 # What carries a request for an embedding: it is never sampled for, and its text is not looked at.

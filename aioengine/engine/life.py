@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from aioengine.config import EngineConfig, ModelInfo
+from aioengine.config import EngineConfig
 from aioengine.engine.event_loops import check_loop, need_running_loop, wrong_loop
 from aioengine.engine.kv_store import open_kv_connector
 from aioengine.engine.loop.engine_core import EngineCore
@@ -27,6 +27,7 @@ from aioengine.events.bus import StepBus
 from aioengine.events.sources.base import EngineControl
 from aioengine.executor.base import Executor
 from aioengine.printable import get_logger
+from aioengine.resolved_config import ModelInfo
 
 logger = get_logger(__name__)
 

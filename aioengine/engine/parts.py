@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from aioengine.config import ModelInfo, ResolvedConfig
 from aioengine.engine.adapters import LoraAdapters
 from aioengine.engine.inputs.admission import Admission
 from aioengine.engine.inputs.input_processor import InputProcessor
@@ -13,6 +12,7 @@ from aioengine.engine.inputs.submission import Submitter
 from aioengine.engine.loop.engine_core import EngineCore
 from aioengine.engine.outputs.detokenizer import TextTokenizer
 from aioengine.engine.outputs.output_processor import OutputProcessor
+from aioengine.resolved_config import ModelInfo, ResolvedConfig
 from aioengine.structured_output.manager import StructuredOutputManager
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aioengine.config import EngineConfig, ModelInfo, ResolvedConfig
+from aioengine.config import EngineConfig
 from aioengine.core.scheduler import Scheduler
 from aioengine.engine.adapters import LoraAdapters
 from aioengine.engine.inputs.admission import Admission
@@ -26,6 +26,7 @@ from aioengine.events.bus import StepBus
 from aioengine.executor.base import Executor
 from aioengine.kv_connector.base import KVConnector
 from aioengine.kv_connector.folder import open_folder, read_seed
+from aioengine.resolved_config import ModelInfo, ResolvedConfig
 from aioengine.structured_output.manager import StructuredOutputManager
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aioengine.config import ResolvedConfig
+from aioengine.resolved_config import ResolvedConfig
 
 if TYPE_CHECKING:
     from aioengine.checkpoint.files import ModelFiles

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from aioengine.config import ResolvedConfig
+from aioengine.resolved_config import ResolvedConfig
 
 if TYPE_CHECKING:
     from aioengine.checkpoint.files import ModelFiles

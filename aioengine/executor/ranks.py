@@ -18,7 +18,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
-from aioengine.config import ResolvedConfig
 from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.errors import EngineDeadError, RankLostError
 from aioengine.executor.base import GrammarOutput
@@ -26,6 +25,7 @@ from aioengine.executor.rank_messages import MEET, PING, PREPARE, dump, dump_rpc
 from aioengine.executor.worker_thread import WorkerThread
 from aioengine.outputs import ModelRunnerOutput
 from aioengine.printable import get_logger
+from aioengine.resolved_config import ResolvedConfig
 
 logger = get_logger(__name__)
 

@@ -21,11 +21,11 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from aioengine.config import ResolvedConfig
 from aioengine.errors import ConfigError, RankLostError
 from aioengine.executor.rank import run_rank
 from aioengine.executor.rank_messages import RankStart, dump, load
 from aioengine.executor.ranks import RanksExecutor, is_process_stopped, log_level
+from aioengine.resolved_config import ResolvedConfig
 
 if TYPE_CHECKING:
     from aioengine.checkpoint.files import ModelFiles

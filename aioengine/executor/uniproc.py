@@ -10,12 +10,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from aioengine.config import ResolvedConfig
 from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.errors import EngineDeadError
 from aioengine.executor.base import GrammarOutput, hand_on
 from aioengine.executor.worker_thread import WorkerThread
 from aioengine.outputs import ModelRunnerOutput
+from aioengine.resolved_config import ResolvedConfig
 from aioengine.worker.pipeline.async_output import AsyncOutput, OutputThread
 
 if TYPE_CHECKING:

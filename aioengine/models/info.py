@@ -12,11 +12,11 @@ from aioengine.checkpoint.hub import find_files, pull_files
 from aioengine.checkpoint.json_file import read_json
 from aioengine.checkpoint.quantization import read_quantization
 from aioengine.checkpoint.safetensors import stored_dtype
-from aioengine.config import ModelInfo
 from aioengine.errors import ModelError
 from aioengine.models.config import DecoderConfig, contradictions, refuse_unsupported
 from aioengine.models.registry import BUILT_IN, architecture_names, architecture_of, find_model_class
 from aioengine.printable import get_logger
+from aioengine.resolved_config import ModelInfo
 
 if TYPE_CHECKING:
     from aioengine.checkpoint.tokenizer import Tokenizer

@@ -16,7 +16,6 @@ from aioengine.checkpoint.quantization import read_quantization
 from aioengine.checkpoint.quantized_folder import assemble
 from aioengine.checkpoint.safetensors import open_all_safetensors
 from aioengine.checkpoint.stored_tensor import StoredTensor
-from aioengine.config import ModelInfo
 from aioengine.distributed.group import SINGLE_RANK, Group
 from aioengine.errors import ConfigError, ModelError
 from aioengine.models.base import CausalLM
@@ -31,6 +30,7 @@ from aioengine.models.registry import find_model_class
 from aioengine.models.tensor_parallel import check_divides, rank_config, rank_tensors
 from aioengine.models.weights import check_sizes
 from aioengine.printable import get_logger
+from aioengine.resolved_config import ModelInfo
 
 logger = get_logger(__name__)
 

@@ -10,13 +10,13 @@ import torch
 from aioengine.attention.base import AttentionConfig
 from aioengine.attention.registry import select_attention_backend
 from aioengine.checkpoint.files import ModelFiles
-from aioengine.config import ResolvedConfig
 from aioengine.models.fallback.config import TransformersConfig
 from aioengine.models.fallback.model import TransformersForCausalLM
 from aioengine.models.fallback.packed import why_not_packed
 from aioengine.models.info import check_config
 from aioengine.models.native_decoder import why_not_native
 from aioengine.models.registry import find_model_class
+from aioengine.resolved_config import ResolvedConfig
 
 
 @dataclass(frozen=True, slots=True)

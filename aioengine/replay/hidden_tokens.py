@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from aioengine.config import SchedulerConfig
 from aioengine.core.ngram_proposer import NgramProposer
 from aioengine.events.step_event import FinishedInfo
 from aioengine.events.wire import HIDDEN_TOKEN_ID
 from aioengine.outputs import FinishReason
 from aioengine.request import Request
+from aioengine.resolved_config import SchedulerConfig
 
 _REPEATS_TOKEN_ID = -2
 """Stands for the token that completed a repetition."""

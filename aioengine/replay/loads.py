@@ -6,11 +6,11 @@ recording runs again without the store that it ran with.
 
 from __future__ import annotations
 
-from aioengine.config import ResolvedConfig
 from aioengine.core.scheduler_output import CachedRequestData, KVLoad, NewRequestData, SchedulerOutput
 from aioengine.errors import ConfigError
 from aioengine.events.step_event import StepEvent, StepResultEvent
 from aioengine.executor.base import Executor
+from aioengine.resolved_config import ResolvedConfig
 from aioengine.sampling_params import SamplingParams
 
 _NOTHING = CachedRequestData()

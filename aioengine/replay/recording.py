@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from aioengine.checks.values import shorten
-from aioengine.config import CacheConfig, SchedulerConfig
 from aioengine.errors import ConfigError
 from aioengine.events.step_event import EngineSnapshot, Event, StepEvent, StepResultEvent
 from aioengine.events.wire import WireHeader
 from aioengine.kv_cache_groups import KVCacheGroup
+from aioengine.resolved_config import CacheConfig, SchedulerConfig
 
 T = TypeVar("T")
 

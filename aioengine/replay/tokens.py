@@ -13,7 +13,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from aioengine.config import AdmissionConfig, ModelInfo, ResolvedConfig, SchedulerConfig, WorkerConfig
 from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.engine.adapters import LoadedLora
 from aioengine.engine.loop.core_events import digest_logprobs
@@ -29,6 +28,7 @@ from aioengine.outputs import ModelRunnerOutput
 from aioengine.replay.difference import Difference, find_difference
 from aioengine.replay.loads import LoadReplay
 from aioengine.replay.recording import build_config, read_cache_config, read_settings, steps_in_order
+from aioengine.resolved_config import AdmissionConfig, ModelInfo, ResolvedConfig, SchedulerConfig, WorkerConfig
 from aioengine.structured_output.manager import StructuredOutputManager
 from aioengine.structured_output.matcher import GrammarError
 

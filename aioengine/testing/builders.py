@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from aioengine.config import CacheConfig, ModelInfo, SchedulerConfig
 from aioengine.core.scheduler import Scheduler
 from aioengine.request import Request
+from aioengine.resolved_config import CacheConfig, ModelInfo, SchedulerConfig
 from aioengine.sampling_params import SamplingParams
 from aioengine.testing.tokens import BOS_TOKEN_ID, EOS_TOKEN_ID, VOCAB_SIZE
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from aioengine.config import ModelInfo
 from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.errors import EngineDeadError
 from aioengine.executor.base import GrammarOutput
 from aioengine.executor.worker_thread import WorkerThread
 from aioengine.kv_cache_groups import group_layers
 from aioengine.outputs import ModelRunnerOutput, TokenLogprobs, WorkerTiming
+from aioengine.resolved_config import ModelInfo
 from aioengine.testing.books import ContractError, WorkerBooks, WorkerRequest, expect, make_logprobs
 from aioengine.testing.builders import make_model_info
 from aioengine.testing.tokens import NextToken, default_next_token

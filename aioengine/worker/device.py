@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 
 from aioengine.checks.cores import format_cores
-from aioengine.config import CacheConfig, WorkerConfig
 from aioengine.errors import ConfigError
+from aioengine.resolved_config import CacheConfig, WorkerConfig
 from aioengine.worker.pipeline.transfers import CudaTransfers, HostTransfers, Transfers
 from aioengine_kernels.cpu import pin_thread
 

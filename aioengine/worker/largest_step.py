@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from aioengine.attention.base import AttentionBackend, AttentionBatch
-from aioengine.config import CacheConfig, LogprobsMode, SchedulerConfig
 from aioengine.kv_cache_groups import num_layer_caches, place_of_layers
 from aioengine.models.base import CausalLM
+from aioengine.resolved_config import CacheConfig, LogprobsMode, SchedulerConfig
 from aioengine.sampling_params import MAX_LOGPROBS
 from aioengine.worker.prompt_logprobs import PromptRows, score_prompt_rows
 from aioengine.worker.sample.states import SamplingStates

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aioengine.config import SchedulerConfig
+from aioengine.resolved_config import SchedulerConfig
 from aioengine.worker.cuda_graphs import graph_batch_sizes
 
 _BYTES_PER_GRAPH = 12 << 20

@@ -12,11 +12,11 @@ import numpy.typing as npt
 import torch
 
 from aioengine.attention.base import AttentionBackend
-from aioengine.config import ResolvedConfig
 from aioengine.core.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from aioengine.kv_cache_groups import place_of_layers
 from aioengine.outputs import ModelRunnerOutput, WorkerTiming
 from aioengine.printable import get_logger
+from aioengine.resolved_config import ResolvedConfig
 from aioengine.worker.adapters import adapter_runs
 from aioengine.worker.block_table import BlockTables
 from aioengine.worker.cuda_graphs import DecodeGraphs, graph_batch_sizes

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from aioengine.config import LogprobsMode
 from aioengine.outputs import TokenLogprobs
+from aioengine.resolved_config import LogprobsMode
 from aioengine.worker.input_batch import InputBatch
 from aioengine.worker.request_state import RequestStates
 from aioengine.worker.sample.logprobs import make_entries, rank_tokens

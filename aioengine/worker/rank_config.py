@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from aioengine.config import ResolvedConfig
 from aioengine.distributed.group import Group
+from aioengine.resolved_config import ResolvedConfig
 
 
 def config_of_rank(config: ResolvedConfig, group: Group) -> ResolvedConfig:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from aioengine.config import SchedulerConfig
 from aioengine.core.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from aioengine.resolved_config import SchedulerConfig
 from aioengine.sampling_params import SamplingParams
 
 _PROMPT_LEN = 64  # enough for the large query tiles of attention

@@ -9,13 +9,13 @@ import torch
 
 from aioengine.attention.base import AttentionBackend, AttentionConfig
 from aioengine.attention.registry import select_attention_backend
-from aioengine.config import GIB, ResolvedConfig
 from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.distributed.group import SINGLE_RANK, Group
 from aioengine.errors import ConfigError, ModelError
 from aioengine.kv_cache_groups import longest_request, num_blocks_of_request, num_layer_caches
 from aioengine.outputs import ModelRunnerOutput
 from aioengine.printable import get_logger
+from aioengine.resolved_config import GIB, ResolvedConfig
 from aioengine.worker.device import create_device, limit_torch_threads
 from aioengine.worker.kv_blocks import block_bytes, read_blocks, write_blocks
 from aioengine.worker.model_runner import ModelRunner

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 import orjson
 
-from aioengine.config import CacheConfig, SchedulerConfig
 from aioengine.core.scheduler import Scheduler
 from aioengine.outputs import ModelRunnerOutput
 from aioengine.request import Request
+from aioengine.resolved_config import CacheConfig, SchedulerConfig
 from aioengine.sampling_params import SamplingParams
 from aioengine_bench.metrics import percentile
 

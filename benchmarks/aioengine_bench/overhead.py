@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from aioengine.config import CacheConfig, SchedulerConfig
 from aioengine.core.scheduler import Scheduler
 from aioengine.engine.loop.engine_core import EngineCore, RequestEnd
 from aioengine.engine.outputs.output_collector import OutputCollector
@@ -31,6 +30,7 @@ from aioengine.events.step_event import Event, StepEvent, StepResultEvent
 from aioengine.events.wire import WireHeader
 from aioengine.outputs import EngineCoreOutput
 from aioengine.request import Request
+from aioengine.resolved_config import CacheConfig, SchedulerConfig
 from aioengine.sampling_params import SamplingParams
 from aioengine.testing import FakeTokenizer
 from aioengine_bench import console

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from aioengine.attention.base import AttentionBatch
-from aioengine.config import EngineConfig, ModelInfo, ResolvedConfig
+from aioengine.config import EngineConfig
 from aioengine.core.scheduler import Scheduler
 from aioengine.engine.loop.engine_core import EngineCore, RequestEnd
 from aioengine.events.bus import StepBus
@@ -29,6 +29,7 @@ from aioengine.models.base import CausalLM
 from aioengine.models.registry import find_model_class
 from aioengine.outputs import EngineCoreOutput, ModelRunnerOutput, TokenLogprobs
 from aioengine.request import Request, RequestStatus
+from aioengine.resolved_config import ModelInfo, ResolvedConfig
 from aioengine.sampling_params import SamplingParams, StructuredOutputsParams
 from aioengine.structured_output.manager import StructuredOutputManager
 from aioengine.structured_output.matcher import CompiledGrammar

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from aioengine.config import ModelInfo
+from aioengine.resolved_config import ModelInfo
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "step_floor.py"
 INFO = ModelInfo(

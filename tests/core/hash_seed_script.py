@@ -16,7 +16,6 @@ from pathlib import Path
 import orjson
 
 from aioengine import AsyncEngine, SamplingParams, StructuredOutputsParams
-from aioengine.config import CacheConfig, SchedulerConfig
 from aioengine.core.scheduler import Scheduler
 from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.engine.loop.engine_snapshot import build_snapshot
@@ -25,6 +24,7 @@ from aioengine.events.wire import encode
 from aioengine.kv_cache_groups import KVCacheGroup
 from aioengine.outputs import ModelRunnerOutput
 from aioengine.request import Request, RequestStatus
+from aioengine.resolved_config import CacheConfig, SchedulerConfig
 from aioengine.testing import FakeExecutor, FakeTokenizer
 from aioengine.worker.block_table import BlockTables
 from aioengine.worker.model_runner import ModelRunner

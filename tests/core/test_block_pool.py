@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from aioengine.config import CacheConfig
 from aioengine.core.block_hash import HashMemo, hash_block, hash_blocks, root_hash, salt_bytes
 from aioengine.core.block_pool import BlockPool, FreeBlockQueue
 from aioengine.core.kv_cache_manager import KVCacheManager
 from aioengine.core.request_queue import RequestQueue
 from aioengine.request import Request
+from aioengine.resolved_config import CacheConfig
 from aioengine.sampling_params import SamplingParams
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aioengine.config import CacheConfig, EngineConfig, SchedulerConfig
+from aioengine.config import EngineConfig
 from aioengine.core.block_hash import in_group
 from aioengine.core.kv_cache_manager import KVCacheManager
 from aioengine.core.scheduler import Scheduler
@@ -17,6 +17,7 @@ from aioengine.errors import ConfigError, InvalidRequestError
 from aioengine.kv_cache_groups import KVCacheGroup, group_layers, longest_request, num_blocks_of_request
 from aioengine.outputs import ModelRunnerOutput
 from aioengine.request import Request
+from aioengine.resolved_config import CacheConfig, SchedulerConfig
 from aioengine.testing import make_model_info, make_request
 
 GEMMA = tuple(None if layer % 6 == 5 else 512 for layer in range(18))

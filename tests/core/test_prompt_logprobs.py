@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from aioengine.config import CacheConfig, SchedulerConfig
 from aioengine.core.scheduler import Scheduler
 from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.outputs import EngineCoreOutput, Logprob, ModelRunnerOutput, TokenLogprobs
 from aioengine.request import Request
+from aioengine.resolved_config import CacheConfig, SchedulerConfig
 from aioengine.sampling_params import SamplingParams
 
 PROMPT = [100 + i for i in range(14)]

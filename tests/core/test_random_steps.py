@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from aioengine.config import CacheConfig, SchedulerConfig
 from aioengine.core.invariants import check_idle
 from aioengine.core.scheduler import Scheduler
 from aioengine.core.scheduler_output import KVLoad, SchedulerOutput
 from aioengine.kv_cache_groups import KVCacheGroup, num_blocks_of_request
 from aioengine.outputs import ModelRunnerOutput
 from aioengine.request import Request, RequestStatus
+from aioengine.resolved_config import CacheConfig, SchedulerConfig
 from aioengine.sampling_params import RepetitionDetectionParams, SamplingParams
 
 MAX_MODEL_LEN = 40

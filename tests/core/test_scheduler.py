@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from aioengine.config import CacheConfig, SchedulerConfig
 from aioengine.core.invariants import check_idle
 from aioengine.core.scheduler import Scheduler
 from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.errors import InvalidRequestError
 from aioengine.outputs import EngineCoreOutput, ModelRunnerOutput
 from aioengine.request import Request, RequestStatus
+from aioengine.resolved_config import CacheConfig, SchedulerConfig
 from aioengine.sampling_params import SamplingParams
 
 EOS = 2

@@ -10,7 +10,6 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from aioengine.config import CacheConfig, SchedulerConfig
 from aioengine.core.block_hash import in_group
 from aioengine.core.invariants import check_idle, check_scheduler
 from aioengine.core.scheduler import Scheduler
@@ -19,6 +18,7 @@ from aioengine.errors import InvalidRequestError
 from aioengine.kv_cache_groups import KVCacheGroup, group_layers
 from aioengine.outputs import ModelRunnerOutput
 from aioengine.request import Request, RequestStatus
+from aioengine.resolved_config import CacheConfig, SchedulerConfig
 from aioengine.sampling_params import SamplingParams
 
 VOCAB_SIZE = 5  # small, so that prompts share prefixes and stop tokens turn up

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from aioengine.config import SchedulingPolicy
 from aioengine.core.request_queue import SJF_AGING_TOKENS, RequestQueue
+from aioengine.resolved_config import SchedulingPolicy
 from aioengine.testing import make_request
 
 

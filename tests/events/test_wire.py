@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aioengine.config import EngineConfig, ModelInfo
+from aioengine.config import EngineConfig
 from aioengine.core.scheduler_output import (
     BlockChanges,
     CachedRequestData,
@@ -37,6 +37,7 @@ from aioengine.events.step_event import (
 from aioengine.events.wire import HIDDEN_TOKEN_ID, WireError, WireHeader, decode, decode_header, encode, encode_header
 from aioengine.printable import printable, printable_json
 from aioengine.replay.frames import replay_frames
+from aioengine.resolved_config import ModelInfo
 from aioengine.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from aioengine_tui.model.state import DashboardState
 from aioengine_tui.model.state_json import state_to_json

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from aioengine.config import EngineConfig, ResolvedConfig
+from aioengine.config import EngineConfig
 from aioengine.errors import ConfigError, EngineDeadError, RankLostError
 from aioengine.executor import ranks as ranks_module
 from aioengine.executor.rank_messages import dump, fingerprint, load
 from aioengine.executor.ranks import RanksExecutor
 from aioengine.outputs import ModelRunnerOutput
+from aioengine.resolved_config import ResolvedConfig
 from aioengine.testing.builders import make_model_info
 
 Answer = Callable[[str, tuple[Any, ...]], Any]  # what a rank says to a call; an exception is sent, None: (nothing) is an answer too

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from aioengine.config import EngineConfig, ModelInfo, ResolvedConfig
+from aioengine.config import EngineConfig
 from aioengine.core.scheduler_output import CachedRequestData, SchedulerOutput
 from aioengine.errors import EngineDeadError
 from aioengine.executor.base import Executor, GrammarOutput
 from aioengine.executor.uniproc import UniProcExecutor
 from aioengine.outputs import ModelRunnerOutput
+from aioengine.resolved_config import ModelInfo, ResolvedConfig
 
 INFO = ModelInfo("tiny", "nowhere", "TinyModel", 10, 64, 1, 1, 1, 8, "float32", frozenset())
 CONFIG: ResolvedConfig = EngineConfig(device="cpu").resolve(INFO, cuda_available=False, free_memory_bytes=1 << 30)

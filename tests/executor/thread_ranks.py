@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from aioengine.checkpoint.files import ModelFiles
-from aioengine.config import ResolvedConfig
 from aioengine.executor.base import Executor
 from aioengine.executor.rank_messages import fingerprint
 from aioengine.executor.uniproc import UniProcExecutor
+from aioengine.resolved_config import ResolvedConfig
 from aioengine.worker.worker import Worker
 
 

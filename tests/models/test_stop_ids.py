@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from aioengine import AsyncEngine, InvalidRequestError
-from aioengine.config import EngineConfig, ModelInfo
+from aioengine.config import EngineConfig
 from aioengine.engine.startup import find_setup
+from aioengine.resolved_config import ModelInfo
 from tests.models.support import VOCAB, cases, random_model, save
 from tests.tiny_tokenizer import byte_level_tokenizer
 

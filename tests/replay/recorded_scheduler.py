@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
-from aioengine.config import CacheConfig, SchedulerConfig
 from aioengine.core.scheduler import Scheduler
 from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.engine.loop.core_events import CoreEvents
@@ -16,6 +15,7 @@ from aioengine.events.step_event import Event
 from aioengine.events.wire import WireHeader, encode, encode_header
 from aioengine.outputs import EngineCoreOutput, ModelRunnerOutput
 from aioengine.request import Request, RequestStatus
+from aioengine.resolved_config import CacheConfig, SchedulerConfig
 
 
 class _NoText:

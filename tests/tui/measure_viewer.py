@@ -24,7 +24,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from aioengine.config import CacheConfig, SchedulerConfig
 from aioengine.core.scheduler import Scheduler
 from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.engine.loop.engine_snapshot import build_snapshot
@@ -34,6 +33,7 @@ from aioengine.events.server import EventServer
 from aioengine.events.step_event import FinishedInfo, RequestInfo, StepEvent, StepResultEvent
 from aioengine.events.wire import WireHeader
 from aioengine.outputs import ModelRunnerOutput
+from aioengine.resolved_config import CacheConfig, SchedulerConfig
 from aioengine.testing import make_request
 
 NUM_REQUESTS = 256

@@ -10,9 +10,9 @@ import pytest
 
 from aioengine.cli import main
 from aioengine.commands.hindsight import RecordingHindsight
-from aioengine.config import CacheConfig, SchedulerConfig
 from aioengine.errors import AioEngineError
 from aioengine.events.sources.open import open_source
+from aioengine.resolved_config import CacheConfig, SchedulerConfig
 from aioengine_bench.simulate.arrivals import Arrival
 from aioengine_bench.simulate.cost import HostCost, LinearCost
 from aioengine_bench.simulate.plan import Plan

@@ -15,11 +15,12 @@ from torch import nn
 from aioengine.attention.base import AttentionBackend, AttentionConfig
 from aioengine.attention.torch_paged import TorchPagedBackend
 from aioengine.attention.triton_paged import TritonPagedBackend
-from aioengine.config import EngineConfig, ModelInfo, ResolvedConfig
+from aioengine.config import EngineConfig
 from aioengine.core.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from aioengine.executor.base import GrammarOutput
 from aioengine.kv_cache_groups import group_layers, group_of_layers, num_layer_caches
 from aioengine.outputs import ModelRunnerOutput
+from aioengine.resolved_config import ModelInfo, ResolvedConfig
 from aioengine.sampling_params import SamplingParams
 from aioengine.worker.cuda_graphs import CapturedGraph
 from aioengine.worker.device import CpuDevice, InterpreterDevice

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from aioengine.config import EngineConfig, ModelInfo
+from aioengine.config import EngineConfig
 from aioengine.core.scheduler_output import CachedRequestData, SchedulerOutput
 from aioengine.errors import EngineDeadError
 from aioengine.executor.base import GrammarOutput
 from aioengine.executor.uniproc import UniProcExecutor
 from aioengine.outputs import ModelRunnerOutput
+from aioengine.resolved_config import ModelInfo
 from aioengine.worker.pipeline.async_output import AsyncOutput, OutputThread
 
 INFO = ModelInfo("tiny", "nowhere", "TinyModel", 10, 64, 1, 1, 1, 8, "float32", frozenset())

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from aioengine.attention.registry import select_attention_backend
-from aioengine.config import GIB, CacheConfig, EngineConfig, ModelInfo, ResolvedConfig, WorkerConfig
+from aioengine.config import EngineConfig
 from aioengine.errors import ConfigError
+from aioengine.resolved_config import GIB, CacheConfig, ModelInfo, ResolvedConfig, WorkerConfig
 from aioengine.worker.device import CudaDevice, create_device
 from aioengine.worker.memory_profile import Reservation
 from aioengine.worker.pipeline.transfers import CudaTransfers

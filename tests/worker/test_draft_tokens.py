@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from aioengine.config import ResolvedConfig
 from aioengine.core.scheduler_output import CachedRequestData, SchedulerOutput
 from aioengine.kv_cache_groups import KVCacheGroup
+from aioengine.resolved_config import ResolvedConfig
 from aioengine.sampling_params import SamplingParams
 from aioengine.worker.block_table import BlockTables
 from aioengine.worker.device import CpuDevice, InterpreterDevice

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from aioengine.attention.base import AttentionConfig
 from aioengine.attention.triton_paged import TritonPagedBackend
-from aioengine.config import GIB, CacheConfig, SchedulerConfig
 from aioengine.kv_cache_groups import KVCacheGroup
+from aioengine.resolved_config import GIB, CacheConfig, SchedulerConfig
 from aioengine.worker.block_table import BlockTables
 from aioengine.worker.input_batch import StepPlan
 from aioengine.worker.largest_step import largest_step, run_largest_sampling, run_largest_step

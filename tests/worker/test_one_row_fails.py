@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from aioengine.config import ResolvedConfig
 from aioengine.executor.base import GrammarOutput
+from aioengine.resolved_config import ResolvedConfig
 from aioengine.sampling_params import SamplingParams
 from aioengine.worker.sample.logits_processor import ProcessorRow
 

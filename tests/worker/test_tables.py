@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aioengine.config import WorkerConfig
 from aioengine.errors import ConfigError
+from aioengine.resolved_config import WorkerConfig
 from aioengine.sampling_params import SamplingParams
 from aioengine.worker.block_table import BlockTable
 from aioengine.worker.device import CpuDevice, create_device

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from aioengine.config import ResolvedConfig
 from aioengine.core.scheduler import Scheduler
 from aioengine.request import Request
+from aioengine.resolved_config import ResolvedConfig
 from aioengine.sampling_params import SamplingParams
 from tests.covering import every_pair
 

@@ -10,9 +10,9 @@ import torch
 
 from aioengine.attention.triton_paged import TritonPagedBackend
 from aioengine.checkpoint.files import ModelFiles
-from aioengine.config import CacheConfig, ResolvedConfig
 from aioengine.errors import ConfigError
 from aioengine.models import loader
+from aioengine.resolved_config import CacheConfig, ResolvedConfig
 from aioengine.worker.memory_profile import Reservation
 from aioengine.worker.worker import Worker
 from aioengine_kernels.cpu import library

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from aioengine.config import ResolvedConfig
 from aioengine.core.scheduler import Scheduler
 from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.events.step_event import RequestInfo, StepEvent, StepResultEvent
 from aioengine.request import Request
+from aioengine.resolved_config import ResolvedConfig
 from aioengine.sampling_params import SamplingParams
 from aioengine.worker.input_batch import InputBatch
 from aioengine_tui.model.state import DashboardState

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from aioengine.config import AdmissionConfig
 from aioengine.core.scheduler import Scheduler
 from aioengine.errors import EngineOverloadedError
+from aioengine.resolved_config import AdmissionConfig
 
 
 class Admission:

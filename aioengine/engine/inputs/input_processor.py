@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 import aioengine.checks.fields as fields
 from aioengine.checks.fields import check_unicode
 from aioengine.checks.values import shorten, whole
-from aioengine.config import ModelInfo
 from aioengine.engine.inputs.long_prompts import find_outside_vocabulary, plain_token_ids
 from aioengine.engine.outputs.detokenizer import TextTokenizer
 from aioengine.engine.processed_input import ProcessedInput
 from aioengine.errors import AioEngineError, InvalidRequestError
+from aioengine.resolved_config import ModelInfo
 from aioengine.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams
 from aioengine.structured_output.manager import StructuredOutputManager
 from aioengine.structured_output.matcher import CompiledGrammar

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from aioengine.config import ResolvedConfig
 from aioengine.errors import ConfigError
+from aioengine.resolved_config import ResolvedConfig
 from aioengine.worker.block_table import BlockTables
 from aioengine.worker.device import Device
 from aioengine.worker.pipeline.base import StepPipeline

@@ -17,8 +17,8 @@ import numpy.typing as npt
 import torch
 
 from aioengine.attention.base import AttentionBatch
-from aioengine.config import CacheConfig, LogprobsMode, SchedulerConfig
 from aioengine.core.scheduler_output import SchedulerOutput
+from aioengine.resolved_config import CacheConfig, LogprobsMode, SchedulerConfig
 from aioengine.worker.block_table import BlockTables
 from aioengine.worker.input_batch import GroupInputs, InputBatch, StepPlan, plan_step
 from aioengine.worker.pipeline.base import PaddedInputs, SampledRows, StepPipeline, sampled_rows

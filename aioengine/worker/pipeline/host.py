@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from aioengine.config import LogprobsMode
 from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.printable import get_logger
+from aioengine.resolved_config import LogprobsMode
 from aioengine.worker.block_table import BlockTables
 from aioengine.worker.device import Device
 from aioengine.worker.input_batch import InputBatch, LongArray, build_input_batch

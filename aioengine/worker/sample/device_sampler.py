@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from aioengine.config import LogprobsMode
+from aioengine.resolved_config import LogprobsMode
 from aioengine.sampling_params import MAX_LOGPROBS
 from aioengine.worker.sample.logit_edits import LogitEdits, apply_bias, apply_masks, apply_penalties
 from aioengine.worker.sample.states import SamplingBatch

@@ -37,8 +37,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from aioengine.config import ResolvedConfig
 from aioengine.errors import ConfigError
+from aioengine.resolved_config import ResolvedConfig
 from aioengine.sampling_params import SamplingParams
 
 

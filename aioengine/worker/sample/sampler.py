@@ -26,8 +26,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from aioengine.config import LogprobsMode
 from aioengine.outputs import TokenLogprobs
+from aioengine.resolved_config import LogprobsMode
 from aioengine.worker.sample.filters import apply_min_p, apply_temperature, mask_ending_tokens
 from aioengine.worker.sample.grammar import apply_bitmask, let_grammars_end
 from aioengine.worker.sample.logit_edits import LogitEdits, apply_bias, apply_masks, apply_penalties

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from aioengine.config import CacheConfig, SchedulerConfig, SchedulingPolicy
 from aioengine.errors import ConfigError
+from aioengine.resolved_config import CacheConfig, SchedulerConfig, SchedulingPolicy
 from aioengine_bench.simulate.cost import HostCost, StepCost
 
 Value = int | float | bool | str

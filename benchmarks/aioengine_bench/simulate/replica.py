@@ -6,13 +6,13 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable
 
-from aioengine.config import CacheConfig, SchedulerConfig
 from aioengine.core.scheduler import Scheduler
 from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.engine.loop.core_events import CoreEvents
 from aioengine.errors import InvalidRequestError
 from aioengine.events.bus import StepBus
 from aioengine.outputs import EngineCoreOutput, ModelRunnerOutput, WorkerTiming
+from aioengine.resolved_config import CacheConfig, SchedulerConfig
 from aioengine_bench.simulate.arrivals import Arrival
 from aioengine_bench.simulate.cost import HostCost, StepCost, StepFeatures
 

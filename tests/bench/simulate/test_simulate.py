@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from aioengine.cli import main
-from aioengine.config import CacheConfig, SchedulerConfig
 from aioengine.errors import ConfigError
 from aioengine.events.recording.reader import read_recording
 from aioengine.events.step_event import StepEvent
 from aioengine.replay.frames import replay_frames
+from aioengine.resolved_config import CacheConfig, SchedulerConfig
 from aioengine_bench.goal import best, parse_goals
 from aioengine_bench.metrics import summarize
 from aioengine_bench.simulate.arrivals import Arrival

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from aioengine.config import LogprobsMode
+from aioengine.resolved_config import LogprobsMode
 from aioengine.sampling_params import SamplingParams
 from aioengine.worker.pipeline.base import SampledRows
 from aioengine.worker.pipeline.device import _PendingRows

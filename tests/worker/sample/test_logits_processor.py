@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from aioengine.config import ResolvedConfig
 from aioengine.errors import ConfigError
+from aioengine.resolved_config import ResolvedConfig
 from aioengine.sampling_params import SamplingParams
 from aioengine.worker.sample.logits_processor import ProcessorRow, load_logits_processors
 
