@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from aioengine.executor.base import GrammarOutput
 from aioengine.worker.pipeline.host import HostPipeline
 
 MakeDriver = Callable[..., Any]
@@ -66,3 +67,15 @@ def test_one_row_that_wants_more_takes_all_of_them_to_the_sampler(make_driver: M
     assert run(driver) == run(plain)
     assert asked == []
     assert driver.logprobs == plain.logprobs
+
+
+def test_a_row_with_a_grammar_takes_all_of_them_to_the_sampler(make_driver: MakeDriver) -> None:
+    driver = make_driver()
+    for name, prompt in PROMPTS.items():
+        driver.add(name, prompt)
+    asked = give_tokens(driver)
+    driver.runner.execute_model(driver.plan({name: len(prompt) for name, prompt in PROMPTS.items()}))
+    only_five = bytes([1 << 5]) + bytes(63)
+    output = driver.sample(GrammarOutput({"b": only_five}))
+    assert output.sampled_token_ids[output.req_id_to_index["b"]] == [5]
+    assert asked == []
