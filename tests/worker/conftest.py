@@ -49,6 +49,7 @@ class TinyModel(nn.Module):
 
     num_layers = 2
     runs_own_threads = False
+    supports_graphs = True
 
     def __init__(self, backend: AttentionBackend, *, layer_windows: tuple[int | None, ...] = (None, None)) -> None:
         super().__init__()
