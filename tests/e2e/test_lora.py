@@ -17,6 +17,9 @@ from aioengine import AsyncEngine, SamplingParams
 from aioengine.checkpoint.lora import TARGETS
 from aioengine.cli import main
 from aioengine.errors import AioEngineError, ConfigError, InvalidRequestError, ModelError
+from aioengine.events.recording.reader import read_recording
+from aioengine.replay.frames import replay_frames
+from aioengine.replay.tokens import replay_tokens
 from aioengine.sampling_params import RequestOutputKind
 from tests.waiting import until
 
@@ -162,6 +165,23 @@ async def test_the_same_name_with_another_content_shares_no_prefix(
             await engine.unload_lora("it")
         assert engine.lora_names == ()
         assert engine.stats().prefix_cache_hits == 0
+
+
+async def test_adapters_keep_their_own_blocks_on_disk(
+    tiny_model: Path, folders: dict[str, Path], expected: dict[str | None, list[int]], tmp_path: Path
+) -> None:
+    """After a restart each finds its own, and the recording of that runs again to the same bits."""
+    names, record = [None, *folders], tmp_path / "steps.jsonl"
+    for turn in range(2):
+        options: dict[str, Any] = {"kv_cache_dir": str(tmp_path / "kv"), "weights": "exact"}
+        async with engine_with(tiny_model, folders, record=record, publish_text=True, **options) as engine:
+            assert [await tokens_of(engine, name) for name in names] == [expected[name] for name in names]
+            assert engine.stats().external_prefix_cache_hits == 32 * len(names) * turn
+    recording = read_recording(record)
+    assert replay_frames(recording.header, recording.events).difference is None
+    report = await replay_tokens(recording.header, recording.events)
+    assert report.difference is None
+    assert report.num_token_lists == 24 * len(names)
 
 
 async def test_an_adapter_in_use_is_not_unloaded(tiny_model: Path, folders: dict[str, Path], expected: dict[str | None, list[int]]) -> None:
