@@ -33,10 +33,10 @@ class LoadReplay:
             if info.num_external_blocks and info.prompt_token_ids is not None:
                 self._requests[info.request_id] = info
         for done in event.loaded:
-            load, info = self._loads.pop(done.request_id, None), self._requests.pop(done.request_id, None)
-            if load is None or info is None:
+            load, asked = self._loads.pop(done.request_id, None), self._requests.pop(done.request_id, None)
+            if load is None or asked is None:
                 raise ConfigError(f"the recording does not tell what blocks request {done.request_id!r} loaded")
-            self._compute(load, info, num_blocks=done.num_blocks)
+            self._compute(load, asked, num_blocks=done.num_blocks)
         if isinstance(event, StepEvent) and event.output.kv_connector_metadata is not None:
             self._loads.update((load.req_id, load) for load in event.output.kv_connector_metadata.loads)
 
