@@ -143,10 +143,10 @@ def _compressed_tensors(fields: _Fields) -> Quantization:
         fields.refuse(f"with format {stated!r:.50}", "pack-quantized (4 bits) and float-quantized are")
     if not isinstance(groups, Mapping) or not groups:
         fields.refuse(f"with config_groups {groups!r:.50}")
-    found = {_compressed_group(fields, group, packed=stated == "pack-quantized") for group in groups.values()}
+    found = list(dict.fromkeys(_compressed_group(fields, group, packed=stated == "pack-quantized") for group in groups.values()))
     if len(found) != 1:
         fields.refuse(f"with {len(found)} different settings in config_groups", "one for all is")
-    return found.pop()
+    return found[0]
 
 
 def _compressed_group(fields: _Fields, group: Any, *, packed: bool) -> Quantization:

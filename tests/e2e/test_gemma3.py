@@ -113,7 +113,8 @@ async def test_every_schedule_gives_the_tokens_of_transformers(
     else:
         for prompt, output in zip(prompts, outputs, strict=True):
             assert max(oracle_gaps(tiny_oracle, prompt, output.token_ids)) < TIE
-    assert (num_preemptions > 0) == (pool == "tiny")
+    if chunk is not None or pool == "big":  # whole prompts wait until they fit, and then may run to their end
+        assert (num_preemptions > 0) == (pool == "tiny")
 
 
 @pytest.mark.parametrize("weights", [pytest.param("dense", marks=pytest.mark.slow), *(["exact"] if "exact" in WEIGHTS else [])])

@@ -11,12 +11,14 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from aioengine.core.scheduler_output import SchedulerOutput
 from aioengine.errors import ConfigError
-from aioengine.events.recording.reader import Recording
 from aioengine.events.step_event import StepEvent, StepResultEvent
+
+if TYPE_CHECKING:
+    from aioengine.events.recording.reader import Recording
 
 FEATURES = ("step", "tokens", "requests", "sampled", "pairs", "context")
 Features = tuple[float, float, float, float, float, float]
