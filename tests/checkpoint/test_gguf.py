@@ -126,15 +126,8 @@ def add_tokenizer(writer: gguf.GGUFWriter) -> None:
     writer.add_chat_template("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}")
 
 
-def write_gguf(
-    model: transformers.PreTrainedModel,
-    path: Path,
-    architecture: str,
-    *,
-    extra: Callable[[gguf.GGUFWriter], None] | None = None,
-    leave_out: Collection[str] = (),
-) -> Path:
-    config: Any = model.config
+def begin_gguf(path: Path, architecture: str, config: Any) -> gguf.GGUFWriter:
+    """A file with what llama.cpp's converter says of any decoder's shape."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -145,6 +138,19 @@ def write_gguf(
     writer.add_key_length(getattr(config, "head_dim", config.hidden_size // config.num_attention_heads))
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters.get("full_attention", config.rope_parameters)["rope_theta"])
+    return writer
+
+
+def write_gguf(
+    model: transformers.PreTrainedModel,
+    path: Path,
+    architecture: str,
+    *,
+    extra: Callable[[gguf.GGUFWriter], None] | None = None,
+    leave_out: Collection[str] = (),
+) -> Path:
+    config: Any = model.config
+    writer = begin_gguf(path, architecture, config)
     writer.add_vocab_size(config.vocab_size)
     add_tokenizer(writer)
     if extra is not None:

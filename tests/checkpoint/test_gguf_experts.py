@@ -20,7 +20,7 @@ from aioengine.models.fallback.packed import PackedExperts
 from aioengine.models.info import read_model_info, resolve_model
 from aioengine.models.loader import load_model
 from aioengine_kernels.cpu import PackedMatrix, status
-from tests.checkpoint.test_gguf import add_tokenizer, permuted
+from tests.checkpoint.test_gguf import add_tokenizer, begin_gguf, permuted
 from tests.models.fallback_cases import random_model
 
 VOCAB = 96
@@ -60,17 +60,8 @@ def write(
 ) -> Path:
     """As llama.cpp's converter writes it. quantized: the model's matrices become what the file holds."""
     config: Any = model.config
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
+    writer = begin_gguf(path, architecture, config)
     writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_expert_count(4)
     writer.add_expert_used_count(config.num_experts_per_tok)
     if architecture == "qwen3moe":

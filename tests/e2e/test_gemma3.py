@@ -15,6 +15,7 @@ from aioengine import AsyncEngine, RequestOutput, SamplingParams
 from aioengine_bench.workloads import load_workload
 from aioengine_kernels.cpu import status as native_status
 from tests.covering import every_pair
+from tests.e2e.questions import CHAT_QUESTIONS
 from tests.tiny_tokenizer import byte_level_tokenizer
 
 Gaps = Callable[[Any, list[int], list[int]], list[float]]
@@ -131,20 +132,7 @@ async def test_a_context_of_4k_gives_the_tokens_of_transformers(
 
 
 # ------------------------------------------------------------------------------------------------------------ the real model
-QUESTIONS = [
-    "What is the capital of France?",
-    "Explain to a child why the sky is blue.",
-    "Write a haiku about autumn leaves.",
-    "List three uses of a paper clip.",
-    "Translate to Spanish: good morning, my friend.",
-    "What is 17 times 23? Show your work.",
-    "Who wrote the novel Frankenstein, and when?",
-    "Give me a recipe for pancakes with four ingredients.",
-    "What does the Python keyword `yield` do?",
-    "Name the planets of the solar system in order.",
-    "Was ist der Unterschied zwischen Wetter und Klima?",
-    "日本の首都はどこですか。",
-]
+QUESTIONS = [*CHAT_QUESTIONS, "Was ist der Unterschied zwischen Wetter und Klima?", "日本の首都はどこですか。"]
 # Of the real model, whose logits are some 20 in size: two float32 implementations differ by less.
 REAL_TIE = 1e-3
 # How many of the 64 prompts of "mixed" get float32's tokens with activations rounded to 8 bits. Measured: 56.

@@ -14,21 +14,9 @@ import torch
 from aioengine import AsyncEngine, RequestOutput, SamplingParams
 from aioengine_bench.workloads import WorkloadRequest, load_workload
 from tests.covering import LEFT_TO_CI
+from tests.e2e.questions import CHAT_QUESTIONS
 
 Gaps = Callable[[Any, list[int], list[int]], list[float]]
-
-QUESTIONS = [
-    "What is the capital of France?",
-    "Explain to a child why the sky is blue.",
-    "Write a haiku about autumn leaves.",
-    "List three uses of a paper clip.",
-    "Translate to Spanish: good morning, my friend.",
-    "What is 17 times 23? Show your work.",
-    "Who wrote the novel Frankenstein, and when?",
-    "Give me a recipe for pancakes with four ingredients.",
-    "What does the Python keyword `yield` do?",
-    "Name the planets of the solar system in order.",
-]
 
 # Two float32 implementations differ in rounding; where the two best logits are closer than this, either is right.
 TIE = 1e-4
@@ -48,7 +36,7 @@ def assert_greedy(outputs: list[RequestOutput], oracle: Any, gaps: Gaps) -> None
 @pytest.mark.timeout(900)
 async def test_ten_chats_equal_transformers(smollm2_oracle: Any, oracle_gaps: Gaps) -> None:
     async with AsyncEngine("smollm2", dtype="float32") as engine:
-        messages = [[{"role": "user", "content": question}] for question in QUESTIONS]
+        messages = [[{"role": "user", "content": question}] for question in CHAT_QUESTIONS]
         outputs = await engine.generate_batch(messages, SamplingParams(temperature=0, max_tokens=24), progress=False)
     assert_greedy(outputs, smollm2_oracle, oracle_gaps)
     for output in outputs[:2]:  # generate() itself, where nothing is derived: it takes a second a dozen tokens
