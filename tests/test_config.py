@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from aioengine.checks.values import shorten
@@ -57,6 +57,11 @@ def test_a_wrong_setting_is_named(options: dict[str, Any], message: str) -> None
 
 
 @settings(max_examples=200, deadline=None)
+@example(name="loras", value={1: 1.0})
+@example(name="loras", value={"x" * 300: "folder"})
+@example(name="loras", value=["a=b", "a=c"])
+@example(name="cpu_affinity", value=[-1])
+@example(name="kv_cache_dir", value=5)
 @given(name=st.sampled_from([f.name for f in dataclasses.fields(EngineConfig)]), value=door.extremes)
 def test_every_setting_is_refused_by_its_name_or_resolved(name: str, value: Any) -> None:
     try:

@@ -53,16 +53,16 @@ def read_loras(name: str, value: object) -> tuple[tuple[str, str], ...]:
         pair = tuple(item.partition("=")[::2]) if isinstance(item, str) else item
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(pair):
             raise ConfigError(f"{name} must be NAME=FOLDER, or a mapping of names to folders, got {shorten(item)}")
-        lora, folder = read_lora_name(pair[0]), read_text(name, pair[1])
+        lora, folder = read_lora_name(pair[0], what=f"{name}: the name of an adapter"), read_text(name, pair[1])
         if lora in read:
             raise ConfigError(f"{name} has {lora!r} twice")
         read[lora] = folder
     return tuple(read.items())
 
 
-def read_lora_name(value: object) -> str:
-    """The name of an adapter, as requests give it. Raises ConfigError."""
-    name = read_text("the name of an adapter", value)
+def read_lora_name(value: object, *, what: str = "the name of an adapter") -> str:
+    """The name of an adapter, as requests give it. what: how an error calls it. Raises ConfigError."""
+    name = read_text(what, value)
     if len(name) > MAX_LORA_NAME_CHARS:
-        raise ConfigError(f"the name of an adapter must have at most {MAX_LORA_NAME_CHARS} characters, got {len(name)}")
+        raise ConfigError(f"{what} must have at most {MAX_LORA_NAME_CHARS} characters, got {len(name)}")
     return name
